@@ -1,0 +1,23 @@
+"""The errors of Lockstep; each part adds its own below these.
+
+    LockstepError
+    |-- ConfigError            a setting, a model or a machine that does not fit: told in one line at start, exit status 2
+    |-- ProtocolError          a peer that does not keep to the contract
+    `-- PeerLost               a peer that went away or fell silent
+"""
+
+
+class LockstepError(Exception):
+    """The base of every error that Lockstep raises on purpose; the message says what was got and what to do."""
+
+
+class ConfigError(LockstepError):
+    """A setting, a model or a machine that does not fit. Ends the process at start."""
+
+
+class ProtocolError(LockstepError):
+    """A peer that does not keep to the contract."""
+
+
+class PeerLost(LockstepError):
+    """A peer that went away or fell silent."""

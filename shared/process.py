@@ -1,0 +1,41 @@
+"""What a process of Lockstep owes its neighbours: it stops on signals, it dies with its parent, it tells its ports."""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from shared.errors import PeerLost
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent_pid: int, sign: signal.Signals = signal.SIGTERM) -> None:
+    """Asks the kernel to send `sign` to this process when its parent ends. Raises PeerLost if the parent is gone already.
+
+    The kernel means the thread that started us: start children from the main thread.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(sign), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        raise PeerLost(f"the parent process {parent_pid} is gone")
+
+
+def stop_event_on_signals() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set; explicit handlers, since a PID 1 without them ignores both."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(sign, stop.set)
+    return stop
+
+
+def write_ports(path: Path, ports: Mapping[str, int]) -> None:
+    """Tells the ports that the kernel picked, in one step: a reader sees the whole file or none."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(dict(ports)))
+    temporary.replace(path)

@@ -1,0 +1,304 @@
+"""The plan: what a scheduler sends for one step of a group, in the layout that the device reads.
+
+A plan is one array of little-endian int32. The supervisor checks it and passes the bytes on as they are; each rank copies them
+once to its device, where one kernel unpacks them. D decode rows, P prefill rows, T prefill ids, G grants, R releases, A admissions.
+
+    header            [16]                see Header
+    decode slots      [D]                 length, last token and done flag of a decode row live on the device
+    decode flags      [D]                 see RowFlag
+    prefill slots     [P]
+    prefill starts    [P]                 position of the chunk's first token
+    prefill lengths   [P]                 tokens of the chunk
+    prefill flags     [P]
+    prefill ids       [T]                 T = sum of the lengths, row after row
+    grant slots       [G]                 page table of (slot, index) is set to page: an assignment, so idempotent
+    grant indexes     [G]
+    grant pages       [G]
+    release slots     [R]                 sets the slot's done flag
+    admissions        [A, 32]             see ADMISSION
+
+A rank applies releases, then admissions, then grants, then computes the rows. Version 1 has no mask records: the header keeps
+a field for their number.
+"""
+
+from dataclasses import dataclass, field, fields
+from enum import IntEnum, IntFlag
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import LockstepError
+
+Int32s = NDArray[np.int32]
+
+VERSION = 1
+MAX_BURST = 8  # iterations of one plan
+MAX_PLAN_BYTES = 1 << 20
+MAX_STOP_IDS = 16  # of one slot
+NO_STOP_ID = -1
+SCRATCH_PAGE = 0  # where done rows write; never granted
+
+NO_TOKEN = -1  # in results: the row was done, or this was not the prompt's last chunk
+FAILED_ROW = -2  # in results: the row's logits were not finite
+
+
+class PlanError(LockstepError):
+    """A plan that must not be executed."""
+
+
+class Header(IntEnum):
+    """Index of each header field."""
+
+    VERSION = 0
+    SIZE = 1  # of the whole plan, in int32
+    CHECKSUM = 2  # CRC-32 of all that follows this field
+    PLAN_LOW = 3  # plan id, 64 bits
+    PLAN_HIGH = 4
+    FLAGS = 5  # see PlanFlag
+    ITERATIONS = 6  # k: a decode plan may grant a burst
+    ESTIMATE_US = 7  # of all iterations
+    DECODE_ROWS = 8
+    PREFILL_ROWS = 9
+    PREFILL_IDS = 10
+    GRANTS = 11
+    RELEASES = 12
+    ADMISSIONS = 13
+    MASKS = 14  # 0 in version 1
+    RESERVED = 15
+
+
+HEADER_SIZE = len(Header)
+
+
+class PlanFlag(IntFlag):
+    JUMP = 1  # may overtake plans that have not been launched
+
+
+class RowFlag(IntFlag):
+    SAMPLE = 1  # the row yields a token: every decode row, and the prompt's last chunk
+
+
+class SlotFlag(IntFlag):
+    IGNORE_EOS = 1  # stop ids still end the row
+
+
+# What a slot starts with; everything else of the slot is reset. 128 bytes, all of 4-byte fields, so that a device can read it as int32.
+ADMISSION = np.dtype(
+    [
+        ("slot", "<i4"),
+        ("epoch", "<i4"),  # of this use of the slot
+        ("flags", "<i4"),  # see SlotFlag
+        ("min_length", "<i4"),  # no EOS and no stop id ends the row below this many tokens, prompt included
+        ("max_length", "<i4"),  # tokens, prompt included; the row is done when it has them
+        ("seed_low", "<u4"),
+        ("seed_high", "<u4"),
+        ("temperature", "<f4"),  # 0 is greedy
+        ("top_k", "<i4"),  # 0 is off
+        ("top_p", "<f4"),  # 1 is off
+        ("min_p", "<f4"),  # 0 is off
+        ("reserved", "<i4", (5,)),
+        ("stop_ids", "<i4", (MAX_STOP_IDS,)),  # NO_STOP_ID where unused
+    ]
+)
+ADMISSION_SIZE = ADMISSION.itemsize // 4
+
+
+def _no_ids() -> Int32s:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step, or a burst of `iterations` decode steps. All arrays are int32; see the module for their meaning."""
+
+    plan_id: int
+    iterations: int = 1
+    estimate_us: int = 0
+    flags: PlanFlag = PlanFlag(0)
+    decode_slots: Int32s = field(default_factory=_no_ids)
+    decode_flags: Int32s = field(default_factory=_no_ids)
+    prefill_slots: Int32s = field(default_factory=_no_ids)
+    prefill_starts: Int32s = field(default_factory=_no_ids)
+    prefill_lengths: Int32s = field(default_factory=_no_ids)
+    prefill_flags: Int32s = field(default_factory=_no_ids)
+    prefill_ids: Int32s = field(default_factory=_no_ids)
+    grant_slots: Int32s = field(default_factory=_no_ids)
+    grant_indexes: Int32s = field(default_factory=_no_ids)
+    grant_pages: Int32s = field(default_factory=_no_ids)
+    release_slots: Int32s = field(default_factory=_no_ids)
+    admissions: NDArray[np.void] = field(default_factory=lambda: np.empty(0, dtype=ADMISSION))
+
+    @property
+    def rows(self) -> int:
+        return len(self.decode_slots) + len(self.prefill_slots)
+
+    @property
+    def row_slots(self) -> Int32s:
+        return np.concatenate((self.decode_slots, self.prefill_slots))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+
+
+# The sections after the header and before the admissions, in order: attribute of Plan, header field that counts it.
+SECTIONS = (
+    ("decode_slots", Header.DECODE_ROWS),
+    ("decode_flags", Header.DECODE_ROWS),
+    ("prefill_slots", Header.PREFILL_ROWS),
+    ("prefill_starts", Header.PREFILL_ROWS),
+    ("prefill_lengths", Header.PREFILL_ROWS),
+    ("prefill_flags", Header.PREFILL_ROWS),
+    ("prefill_ids", Header.PREFILL_IDS),
+    ("grant_slots", Header.GRANTS),
+    ("grant_indexes", Header.GRANTS),
+    ("grant_pages", Header.GRANTS),
+    ("release_slots", Header.RELEASES),
+)
+
+
+def encode(plan: Plan) -> bytes:
+    """The bytes of a plan. Raises PlanError when arrays that belong together differ in length or the plan is too large."""
+    counts = {count: len(getattr(plan, name)) for name, count in SECTIONS}
+    size = HEADER_SIZE + sum(counts[count] for _, count in SECTIONS) + len(plan.admissions) * ADMISSION_SIZE
+    if size * 4 > MAX_PLAN_BYTES:
+        raise PlanError(f"a plan of {size * 4} bytes is larger than {MAX_PLAN_BYTES}: send fewer prefill tokens or admissions")
+    words = np.zeros(size, dtype="<i4")
+    words[Header.VERSION] = VERSION
+    words[Header.SIZE] = size
+    words[Header.PLAN_LOW : Header.PLAN_HIGH + 1] = np.array([plan.plan_id], dtype="<i8").view("<i4")
+    words[Header.FLAGS] = plan.flags
+    words[Header.ITERATIONS] = plan.iterations
+    words[Header.ESTIMATE_US] = min(plan.estimate_us, 2**31 - 1)
+    at = HEADER_SIZE
+    for name, count in SECTIONS:
+        values = getattr(plan, name)
+        if len(values) != counts[count]:
+            raise PlanError(f"{name} has {len(values)} entries where its companions have {counts[count]}")
+        words[count] = len(values)
+        words[at : at + len(values)] = values
+        at += len(values)
+    words[Header.ADMISSIONS] = len(plan.admissions)
+    words[at:] = plan.admissions.view("<i4")
+    words[Header.CHECKSUM] = _checksum(words)
+    return words.tobytes()
+
+
+def decode(data: bytes | memoryview) -> Plan:
+    """The plan in `data`; its arrays are views. Raises PlanError on bytes that are not a whole, undamaged plan of this version."""
+    if len(data) > MAX_PLAN_BYTES:
+        raise PlanError(f"a plan has at most {MAX_PLAN_BYTES} bytes, got {len(data)}")
+    if len(data) % 4 or len(data) < HEADER_SIZE * 4:
+        raise PlanError(f"a plan is whole int32 numbers and has at least {HEADER_SIZE}, got {len(data)} bytes")
+    words = np.frombuffer(data, dtype="<i4")
+    if words[Header.VERSION] != VERSION:
+        raise PlanError(f"plan version {words[Header.VERSION]}, this worker reads {VERSION}")
+    if words[Header.SIZE] != len(words):
+        raise PlanError(f"the plan says that it has {words[Header.SIZE]} int32 numbers, got {len(words)}: truncated?")
+    if int(words[Header.CHECKSUM]) != _checksum(words):
+        raise PlanError("the plan's checksum does not match its content")
+    counts = [int(words[count]) for _, count in SECTIONS]
+    admissions = int(words[Header.ADMISSIONS])
+    if min(*counts, admissions) < 0 or HEADER_SIZE + sum(counts) + admissions * ADMISSION_SIZE != len(words):
+        raise PlanError("the plan's counts do not add up to its size")
+    if words[Header.MASKS] or words[Header.RESERVED]:
+        raise PlanError("the plan uses fields that version 1 reserves")
+    plan = Plan(
+        plan_id=int(words[Header.PLAN_LOW : Header.PLAN_HIGH + 1].view("<i8")[0]),
+        iterations=int(words[Header.ITERATIONS]),
+        estimate_us=int(words[Header.ESTIMATE_US]),
+        flags=PlanFlag(int(words[Header.FLAGS])),
+    )
+    at = HEADER_SIZE
+    for (name, _), count in zip(SECTIONS, counts, strict=True):
+        setattr(plan, name, words[at : at + count])
+        at += count
+    plan.admissions = words[at:].view(ADMISSION)
+    return plan
+
+
+def _checksum(words: Int32s) -> int:
+    """CRC-32 of what follows the checksum, as the int32 of the same bits."""
+    return int(np.array(crc32(words[Header.CHECKSUM + 1 :]), dtype=np.uint32).view(np.int32))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a group can execute; ids and indexes are below these numbers."""
+
+    slots: int
+    pages: int
+    page_size: int
+    max_length: int
+    max_step_tokens: int
+    vocab_size: int
+
+    @property
+    def pages_per_slot(self) -> int:
+        return -(-self.max_length // self.page_size)
+
+
+def check(plan: Plan, limits: Limits) -> None:
+    """Raises PlanError naming the first thing in the plan that the group could not execute safely. Whole arrays at a time."""
+    unknown = int(plan.flags) & ~int(PlanFlag.JUMP)
+    if unknown:
+        raise PlanError(f"unknown plan flags {unknown:#x}")
+    if plan.plan_id < 0 or plan.estimate_us < 0:
+        raise PlanError(f"plan id {plan.plan_id} and estimate {plan.estimate_us} us must not be negative")
+    if not 1 <= plan.iterations <= MAX_BURST:
+        raise PlanError(f"iterations must be from 1 to {MAX_BURST}, got {plan.iterations}")
+    if plan.iterations > 1 and len(plan.prefill_slots):
+        raise PlanError("a plan with prefill rows has one iteration")
+    if plan.flags & PlanFlag.JUMP and (len(plan.decode_slots) or not len(plan.prefill_slots)):
+        raise PlanError("a plan that jumps has prefill rows only")
+    for name, values, low, high in (
+        ("decode slot", plan.decode_slots, 0, limits.slots),
+        ("prefill slot", plan.prefill_slots, 0, limits.slots),
+        ("prefill start", plan.prefill_starts, 0, limits.max_length),
+        ("prefill length", plan.prefill_lengths, 1, limits.max_length + 1),
+        ("prefill id", plan.prefill_ids, 0, limits.vocab_size),
+        ("grant slot", plan.grant_slots, 0, limits.slots),
+        ("grant index", plan.grant_indexes, 0, limits.pages_per_slot),
+        ("grant page", plan.grant_pages, SCRATCH_PAGE + 1, limits.pages),
+        ("release slot", plan.release_slots, 0, limits.slots),
+        ("admission slot", plan.admissions["slot"], 0, limits.slots),
+        ("admission max_length", plan.admissions["max_length"], 1, limits.max_length + 1),
+        ("row flag", plan.decode_flags, int(RowFlag.SAMPLE), RowFlag.SAMPLE + 1),
+        ("row flag", plan.prefill_flags, 0, RowFlag.SAMPLE + 1),
+        ("slot flag", plan.admissions["flags"], 0, SlotFlag.IGNORE_EOS + 1),
+        ("stop id", plan.admissions["stop_ids"], NO_STOP_ID, limits.vocab_size),
+    ):
+        _check_range(name, values, low, high)
+    if int(plan.prefill_lengths.sum(dtype=np.int64)) != len(plan.prefill_ids):
+        raise PlanError(f"prefill lengths add up to {plan.prefill_lengths.sum(dtype=np.int64)}, there are {len(plan.prefill_ids)} ids")
+    _check_range("end of a prefill chunk", plan.prefill_starts + plan.prefill_lengths, 1, limits.max_length + 1)
+    tokens = len(plan.decode_slots) + len(plan.prefill_ids)
+    if tokens > limits.max_step_tokens:
+        raise PlanError(f"a step has at most {limits.max_step_tokens} tokens, got {tokens}")
+    for name, slots in (("row", plan.row_slots), ("admission", plan.admissions["slot"])):
+        if len(np.unique(slots)) != len(slots):
+            raise PlanError(f"a slot stands in more than one {name}")
+    for name, least, most in (("temperature", 0.0, np.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        values = plan.admissions[name]
+        if not np.all((values >= least) & (values <= most) & np.isfinite(values)):
+            raise PlanError(f"admission {name} must be finite, from {least} to {most}")
+
+
+def _check_range(name: str, values: Int32s, low: int, high: int) -> None:
+    if values.size and (values.min() < low or values.max() >= high):
+        bad = values[(values < low) | (values >= high)].flat[0]
+        raise PlanError(f"{name} must be from {low} to {high - 1}, got {bad}")
+
+
+def ids_to_bytes(ids: Int32s | list[int]) -> bytes:
+    """Token ids as every wire carries them: little-endian int32."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def ids_from_bytes(data: bytes) -> Int32s:
+    """The inverse of `ids_to_bytes`, a view. Raises PlanError when the bytes are not whole int32 numbers."""
+    if len(data) % 4:
+        raise PlanError(f"token ids are whole int32 numbers, got {len(data)} bytes")
+    return np.frombuffer(data, dtype="<i4")

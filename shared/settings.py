@@ -1,0 +1,54 @@
+"""Settings of a service: one class each, read once in `main` from `LOCKSTEP_<SERVICE>_*` variables and the command line, which wins."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+from shared.errors import ConfigError
+
+
+class Settings(BaseSettings):
+    """What every service can be told. A subclass sets `env_prefix`; names that it does not know are refused."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", cli_kebab_case=True, cli_exit_on_error=False, cli_avoid_json=True)
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+    ports_file: Path | None = Field(None, description="Write the ports that were bound to this file, as JSON.")
+    parent_pid: int | None = Field(None, ge=1, description="Stop when this process, the parent, is gone.")
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load(settings: type[S], program: str, arguments: Sequence[str]) -> S:
+    """Reads environment and command line. Raises ConfigError with one line that names the setting."""
+    prefix = settings.model_config["env_prefix"].upper()
+    known = {f"{prefix}{name.upper()}" for name in settings.model_fields}
+    for variable in os.environ:
+        if variable.upper().startswith(prefix) and variable.upper() not in known:
+            raise ConfigError(f"{variable}: no such setting; '{program} --help' lists them")
+    try:
+        return settings(_cli_parse_args=list(arguments), _cli_prog_name=program)  # type: ignore[call-arg]
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "_".join(str(part) for part in first["loc"]) or "settings"
+        value = f", got {str(first['input'])[:100]!r}" if first["type"] not in ("missing", "extra_forbidden", "value_error") else ""
+        raise ConfigError(f"{name}: {first['msg']}{value}") from error
+    except SettingsError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def load_or_exit(settings: type[S], program: str) -> S:
+    """`load` for `main`: a bad setting is told in one line on stderr, exit status 2."""
+    try:
+        return load(settings, program, sys.argv[1:])
+    except ConfigError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
