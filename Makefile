@@ -1,0 +1,86 @@
+# The one entry to the repository: a fresh clone, GNU make and Python 3.11 or newer are enough. pip's environment
+# variables (PIP_EXTRA_INDEX_URL and the like) pass through.
+
+PYTHON ?= python3
+BIN ?= .venv/bin
+TP ?= 1
+PORT ?= 8000
+MODEL ?=
+# Where `make proto` writes; tests/test_repository.py compares a copy elsewhere with what is committed.
+STUBS ?= .
+# What `make lint` compares the contracts with: the last commit, or, when nothing has changed since, the one before their last change.
+AGAINST ?= $(shell git diff --quiet HEAD -- proto && git log -1 --format=%h~1 -- proto || echo HEAD)
+
+EXTRAS := gateway,scheduler,worker,local,dev
+PROTOS := $(patsubst proto/lockstep/v1/%,shared/protocol/%,$(wildcard proto/lockstep/v1/*.proto))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup constraints proto model run test test-system test-gpu test-cluster lint format clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: .venv/stamp ## Install everything into .venv, as pinned by constraints.txt
+
+# torch comes first, asked for by its exact version: a CPU build offered beside PyPI's CUDA build is found only so.
+.venv/stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(f"Python >= 3.11 is needed, {sys.executable} is {sys.version}: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@test -x .venv/bin/python || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "installing torch into .venv (minutes on a slow line)"
+	@.venv/bin/pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@echo "installing the other packages into .venv"
+	@.venv/bin/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+constraints: ## Resolve all dependencies anew and rewrite constraints.txt (TORCH=torch==2.13.0)
+constraints: TORCH ?= $(shell grep '^torch==' constraints.txt)
+constraints:
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
+	$(PYTHON) -m venv $$fresh && \
+	$$fresh/bin/pip install --quiet "$(TORCH)" && \
+	$$fresh/bin/pip install --quiet "$(TORCH)" '.[$(EXTRAS)]' && \
+	{ echo "# Every dependency of every extra, direct and transitive, at the version that CI runs. Made by \`make constraints\`."; \
+	  $$fresh/bin/pip freeze --all --exclude pip --exclude lockstep | sed 's/+cpu$$//'; } > $$fresh/constraints.txt && \
+	cp $$fresh/constraints.txt constraints.txt
+
+proto: .venv/stamp ## Generate the stubs in shared/protocol from proto
+	@$(BIN)/python -m grpc_tools.protoc -Ishared/protocol=proto/lockstep/v1 --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+		--python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+
+model: .venv/stamp ## Convert the demo model once; prints the path of its folder
+	@$(BIN)/python -m services.worker.weights.demo
+
+run: .venv/stamp ## Serve on this machine (MODEL=folder TP=1 PORT=8000; without MODEL the demo model)
+	@$(BIN)/lockstep serve $(MODEL) --tensor-parallel-size $(TP) --port $(PORT)
+
+test: .venv/stamp ## Run every test that needs nothing but Python packages
+	@$(BIN)/python -m pytest tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster
+
+test-system: .venv/stamp ## Run the tests that need root, Debian packages or a registry
+	@$(BIN)/python -m pytest tests/system
+
+test-gpu: .venv/stamp ## Run the tests that need GPUs
+	@$(BIN)/python -m pytest tests/gpu
+
+test-cluster: .venv/stamp ## Run the tests that need a KUBECONFIG
+	@$(BIN)/python -m pytest tests/cluster
+
+lint: .venv/stamp ## Check style, types, import rules, contracts and stubs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	@if git cat-file -e $(AGAINST):proto/buf.yaml 2>/dev/null; then \
+		echo "buf breaking proto, against $(AGAINST)" && $(BIN)/buf breaking proto --against '.git#ref=$(AGAINST),subdir=proto'; \
+	else echo "buf breaking: no earlier contracts to compare with"; fi
+	$(BIN)/python -m pytest -q tests/test_repository.py -k stubs
+
+format: .venv/stamp ## Rewrite the code as `make lint` wants it
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+clean: ## Remove what was built and cached, .venv included
+	rm -rf .venv .lockstep build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
