@@ -4,6 +4,7 @@ B rows, Q and K query and KV heads of this rank, H head size, P pages of N posit
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -36,17 +37,18 @@ def decode_attention_torch(
     window: int | None = None,
 ) -> Tensor:
     (rows, q_heads, head_size), (_, page_size, kv_heads, _) = q.shape, k_cache.shape
-    pages_used = max(int(lengths.max() + page_size - 1) // page_size, 1) if rows else 1
-    position = torch.arange(pages_used * page_size, device=q.device)
+    if rows == 0:
+        return q.clone()
+    num_pages = -(-max(int(lengths.max()), 1) // page_size)
+    position = torch.arange(num_pages * page_size, device=q.device)
     inside = position < lengths[:, None]
     if window is not None:
         inside &= position >= lengths[:, None] - window
-    pages = page_table[slots.long(), :pages_used].long()
-    pages = pages.where(inside.view(rows, pages_used, page_size).any(dim=2), 0)
-    # Per row and KV head, [positions, H]; the copies are float32 and ours to mask in place.
-    k = k_cache[pages].view(rows, -1, kv_heads, head_size).transpose(1, 2).float()
-    v = v_cache[pages].view(rows, -1, kv_heads, head_size).masked_fill_(~inside[:, :, None, None], 0.0).transpose(1, 2).float()
-    grouped = q.view(rows, kv_heads, -1, head_size).float() * scale
-    scores = (grouped @ k.transpose(2, 3)).masked_fill_(~inside[:, None, None], -torch.inf)
-    weights = torch.nan_to_num(scores.softmax(dim=-1)) if bool((lengths == 0).any()) else scores.softmax(dim=-1)
-    return (weights @ v).view(rows, q_heads, head_size).to(q.dtype)
+    pages = page_table[slots.long(), :num_pages].where(inside.view(rows, num_pages, page_size).any(dim=2), 0).flatten()
+    k, v = (cache.flatten(1).index_select(0, pages).view(-1, kv_heads * head_size).float() for cache in (k_cache, v_cache))
+    v.index_fill_(0, (~inside).flatten().nonzero()[:, 0], 0.0)  # may hold NaN, which a weight of 0 does not remove
+    k, v = (x.view(rows, -1, kv_heads, head_size).transpose(1, 2) for x in (k, v))
+    # The query heads that share a KV head take the place of query tokens.
+    grouped = q.reshape(rows, kv_heads, -1, head_size).float()
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=inside[:, None, None], scale=scale)
+    return out.reshape(rows, q_heads, head_size).masked_fill_((lengths == 0)[:, None, None], 0.0).to(q.dtype)
