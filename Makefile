@@ -72,7 +72,7 @@ lint: .venv/stamp ## Check style, types, import rules, contracts and stubs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
-	@if git cat-file -e $(AGAINST):proto/buf.yaml 2>/dev/null; then \
+	@if git cat-file -e $(AGAINST):proto/lockstep 2>/dev/null; then \
 		echo "buf breaking proto, against $(AGAINST)" && $(BIN)/buf breaking proto --against '.git#ref=$(AGAINST),subdir=proto'; \
 	else echo "buf breaking: no earlier contracts to compare with"; fi
 	$(BIN)/python -m pytest -q tests/test_repository.py -k stubs
