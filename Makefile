@@ -16,7 +16,8 @@ PROTOS := $(patsubst proto/lockstep/v1/%,shared/protocol/%,$(wildcard proto/lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup constraints proto model run test test-system test-gpu test-cluster lint format clean
+.PHONY: help setup constraints proto model run test test-system test-gpu test-cluster format clean
+.PHONY: lint lint-style lint-types lint-imports lint-contracts lint-stubs
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,15 +67,25 @@ test-gpu: .venv/stamp ## Run the tests that need GPUs
 test-cluster: .venv/stamp ## Run the tests that need a KUBECONFIG
 	@$(BIN)/python -m pytest tests/cluster
 
-lint: .venv/stamp ## Check style, types, import rules, contracts and stubs
+lint: lint-style lint-types lint-imports lint-contracts lint-stubs ## Check style, types, import rules, contracts and stubs
+
+lint-style: .venv/stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+lint-types: .venv/stamp
 	$(BIN)/mypy
+
+lint-imports: .venv/stamp
 	$(BIN)/lint-imports
+
+lint-contracts: .venv/stamp
 	$(BIN)/buf lint proto
 	@if git cat-file -e $(AGAINST):proto/lockstep 2>/dev/null; then \
 		echo "buf breaking proto, against $(AGAINST)" && $(BIN)/buf breaking proto --against '.git#ref=$(AGAINST),subdir=proto'; \
 	else echo "buf breaking: no earlier contracts to compare with"; fi
+
+lint-stubs: .venv/stamp
 	$(BIN)/python -m pytest -q tests/test_repository.py -k stubs
 
 format: .venv/stamp ## Rewrite the code as `make lint` wants it
