@@ -1,11 +1,23 @@
-"""Attention of one query token a row over its paged KV cache.
+"""Attention of one query token a row over its paged KV cache: split over the positions, the query heads of a KV head packed.
 
-B rows, Q and K query and KV heads of this rank, H head size, P pages of N positions, S slots.
+B rows, Q and K query and KV heads of this rank, G = Q / K, H head size, P pages of N positions, S slots.
+
+Every program reads a share of one row's positions for one KV head, so that each key and value is read once for its G query
+heads. A row that is cut in several shares is put together by the program that finishes last: no second launch. The grid
+depends on shapes alone, the shares on the lengths that the device holds, so the launch can be captured in a CUDA graph.
 """
+
+import functools
+import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from kernels.launch import multiprocessors, pdl_options
 
 
 def decode_attention(
@@ -17,12 +29,18 @@ def decode_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """q `[B, Q, H]`, caches `[P, N, K, H]`, page_table `[S, max_pages]` int32, slots and lengths `[B]` int32 -> `[B, Q, H]`.
 
     Row b attends to the first `lengths[b]` positions of slot `slots[b]`, its own token included; with a window to the last
     `window` of them. Length 0 gives zeros. Whatever lies in pages or table entries past the length is never used.
+    splits: shares that a row is cut into at most, chosen by shape if None; with a fixed number a row's result does not depend
+    on the batch. On a GPU, calls on different streams of one device must not overlap: they share counters.
+    N must be a power of two there.
     """
+    if q.is_cuda:
+        return decode_attention_triton(q, k_cache, v_cache, page_table, slots, lengths, scale, window, splits)
     return decode_attention_torch(q, k_cache, v_cache, page_table, slots, lengths, scale, window)
 
 
@@ -46,9 +64,155 @@ def decode_attention_torch(
         inside &= position >= lengths[:, None] - window
     pages = page_table[slots.long(), :num_pages].where(inside.view(rows, num_pages, page_size).any(dim=2), 0).flatten()
     k, v = (cache.flatten(1).index_select(0, pages).view(-1, kv_heads * head_size).float() for cache in (k_cache, v_cache))
-    v.index_fill_(0, (~inside).flatten().nonzero()[:, 0], 0.0)  # may hold NaN, which a weight of 0 does not remove
+    for x in (k, v):  # what lies outside may hold NaN, which a mask that is added does not remove
+        x.index_fill_(0, (~inside).flatten().nonzero()[:, 0], 0.0)
     k, v = (x.view(rows, -1, kv_heads, head_size).transpose(1, 2) for x in (k, v))
     # The query heads that share a KV head take the place of query tokens.
     grouped = q.reshape(rows, kv_heads, -1, head_size).float()
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=inside[:, None, None], scale=scale)
     return out.reshape(rows, q_heads, head_size).masked_fill_((lengths == 0)[:, None, None], 0.0).to(q.dtype)
+
+
+class Config(NamedTuple):
+    block: int  # positions of a tile
+    warps: int
+    stages: int
+
+
+def config(head_size: int, element_bytes: int, group: int) -> Config:
+    if element_bytes == 4:
+        return Config(32, 4, 2)
+    return Config(64, 4, 3) if head_size <= 128 else Config(32, 4, 3)
+
+
+def choose_splits(rows: int, kv_heads: int, positions: int, block: int, device: torch.device) -> int:
+    """Shares of a row: enough programs to fill the device when rows are few; a power of two, to compile few variants."""
+    wanted = 2 * multiprocessors(device) // max(rows * kv_heads, 1)
+    return 1 << max(min(wanted, -(-positions // block), MAX_SPLITS), 1).bit_length() - 1
+
+
+MAX_SPLITS = 32
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Finished shares of each (row, KV head); every launch leaves them at zero."""
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+MAX_COUNTERS = 2**16  # rows times KV heads of a call that splits: far more than fill any device
+
+
+def decode_attention_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    splits: int | None = None,
+    tuned: Config | None = None,
+) -> Tensor:
+    (rows, q_heads, head_size), (_, page_size, kv_heads, _), max_pages = q.shape, k_cache.shape, page_table.shape[1]
+    group = q_heads // kv_heads
+    out = q.new_empty(rows, q_heads, head_size)
+    if rows == 0:
+        return out
+    block, warps, stages = tuned or config(head_size, q.element_size(), group)
+    splits = splits or choose_splits(rows, kv_heads, max_pages * page_size, block, q.device)
+    if splits > 1 and rows * kv_heads > MAX_COUNTERS:
+        raise ValueError(f"splits must be 1 for {rows} rows of {kv_heads} KV heads, got {splits}")
+    partial = q.new_empty(rows * kv_heads * splits * group * (head_size + 2) if splits > 1 else 0, dtype=torch.float32)
+    _kernel[(kv_heads, rows, splits)](
+        q, k_cache, v_cache, page_table, slots, lengths, out, partial, _counters(q.device),
+        scale * math.log2(math.e), *q.stride()[:2], max_pages, window or 0,
+        kv_heads, group, head_size, page_size, window is not None, splits,
+        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(head_size), block, stages,
+        num_warps=warps, **pdl_options(q.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr, lengths_ptr, out_ptr, partial_ptr, counters_ptr,
+    scale_log2, q_row_stride, q_head_stride, max_pages, window,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.load(lengths_ptr + row)
+    pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0)
+    first_tile = first // BLOCK
+    tiles = tl.cdiv(length, BLOCK) - first_tile
+    tiles_per_share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
+    shares = tl.maximum(tl.cdiv(tiles, tiles_per_share), 1)  # at most SPLITS; a length of 0 has one empty share
+    if split < shares:
+        head, dimension = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
+        inside_head = (head < G)[:, None] & (dimension < H)[None, :]
+        q_place = row * q_row_stride + (kv_head * G + head)[:, None] * q_head_stride + dimension[None, :]
+        q = tl.load(q_ptr + q_place, mask=inside_head, other=0.0)
+
+        best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_BLOCK], tl.float32)
+        weighted = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32)
+        begin = (first_tile + split * tiles_per_share) * BLOCK
+        end = tl.minimum(begin + tiles_per_share * BLOCK, length)
+        for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+            position = start + tl.arange(0, BLOCK)
+            inside = position < end
+            if WINDOW:
+                inside &= position >= first
+            page = tl.load(pages_ptr + position // N, mask=inside, other=0).to(tl.int64)
+            place = ((page * N + position % N) * K + kv_head)[:, None] * H + dimension[None, :]
+            inside_tile = inside[:, None] & (dimension < H)[None, :]
+            k = tl.load(k_cache_ptr + place, mask=inside_tile, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_best[:, None])
+            shrink = tl.exp2(best - new_best)
+            total = total * shrink + tl.sum(weights, axis=1)
+            v = tl.load(v_cache_ptr + place, mask=inside_tile, other=0.0)
+            weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
+            best = new_best
+
+        out_place = (row * K * G + kv_head * G + head)[:, None] * H + dimension[None, :]
+        if shares == 1:
+            result = tl.where(total > 0, 1 / total, 0.0)[:, None] * weighted
+            tl.store(out_ptr + out_place, result, mask=inside_head)
+        elif SPLITS > 1:
+            # Per (row, KV head): weighted [SPLITS, G, H], best [SPLITS, G], total [SPLITS, G].
+            group_ptr = partial_ptr + (row * K + kv_head) * (SPLITS * G * (H + 2))
+            best_ptr, total_ptr = group_ptr + SPLITS * G * H, group_ptr + SPLITS * G * (H + 1)
+            tl.store(group_ptr + (split * G + head)[:, None] * H + dimension[None, :], weighted, mask=inside_head)
+            tl.store(best_ptr + split * G + head, best, mask=head < G)
+            tl.store(total_ptr + split * G + head, total, mask=head < G)
+            tl.debug_barrier()  # all threads' stores before the one thread's release
+            counter_ptr = counters_ptr + row * K + kv_head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == shares - 1:
+                tl.store(counter_ptr, 0)
+                best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+                total = tl.zeros([GROUP_BLOCK], tl.float32)
+                weighted = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32)
+                for share in tl.static_range(SPLITS):
+                    present = (head < G) & (share < shares)
+                    share_best = tl.load(best_ptr + share * G + head, mask=present, other=float("-inf"))
+                    share_total = tl.load(total_ptr + share * G + head, mask=present, other=0.0)
+                    share_place = group_ptr + (share * G + head)[:, None] * H + dimension[None, :]
+                    share_weighted = tl.load(share_place, mask=present[:, None] & inside_head, other=0.0)
+                    new_best = tl.maximum(tl.maximum(best, share_best), -1e38)  # padding heads: not -inf minus -inf
+                    shrink, share_shrink = tl.exp2(best - new_best), tl.exp2(share_best - new_best)
+                    total = total * shrink + share_total * share_shrink
+                    weighted = weighted * shrink[:, None] + share_weighted * share_shrink[:, None]
+                    best = new_best
+                result = tl.where(total > 0, 1 / total, 0.0)[:, None] * weighted
+                tl.store(out_ptr + out_place, result, mask=inside_head)
