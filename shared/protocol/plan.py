@@ -89,7 +89,7 @@ ADMISSION = np.dtype(
         ("slot", "<i4"),
         ("epoch", "<i4"),  # of this use of the slot
         ("flags", "<i4"),  # see SlotFlag
-        ("min_length", "<i4"),  # no EOS and no stop id ends the row below this many tokens, prompt included
+        ("min_length", "<i4"),  # while the row has fewer tokens, prompt included, no EOS and no stop id is sampled
         ("max_length", "<i4"),  # tokens, prompt included; the row is done when it has them
         ("seed_low", "<u4"),
         ("seed_high", "<u4"),

@@ -1,0 +1,130 @@
+"""The engine that computes: a model, its KV cache and its slots on one rank's device."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.plan_unpack import plan_unpack
+from services.worker.distributed.communicator import communicator
+from services.worker.engine.batch import Batch
+from services.worker.engine.interface import Facts, Progress, RankSpec
+from services.worker.engine.slots import Slots
+from services.worker.kvcache import CacheShape, allocate
+from services.worker.layers.linear import head_share
+from services.worker.models.decoder import Decoder
+from services.worker.models.registry import family
+from services.worker.weights.folder import ModelFolder
+from services.worker.weights.loader import load
+from shared.errors import ConfigError
+from shared.protocol.plan import ADMISSION_SIZE, HEADER_SIZE, SECTIONS, Int32s, Plan, RowFlag
+
+DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchEngine:
+    """Executes plans in the order in which it is given them; every rank of a group does the same."""
+
+    def __init__(self, spec: RankSpec, progress: Progress) -> None:
+        torch.set_num_threads(spec.threads)
+        torch.set_grad_enabled(False)
+        device = torch.device("cpu")
+        progress("meeting the other ranks", 0.0)
+        group = communicator(spec.rank, spec.ranks, spec.rendezvous)
+
+        folder = ModelFolder(spec.model)
+        cls = family(folder.config)
+        config = cls.config_from_hf(folder.config)
+        max_length = spec.max_model_len or config.max_length
+        if max_length > config.max_length:
+            raise ConfigError(f"max_model_len: {max_length} is more than the model's {config.max_length} positions")
+        dtype = DTYPES[spec.dtype]
+        self.model = _built(lambda: cls(config, group, max_length), dtype)
+        load(folder, self.model.shards(), progress)
+
+        progress("allocating the KV cache", 0.0)
+        shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
+        pages_per_slot = -(-max_length // spec.page_size)
+        fitting = min(spec.kv_cache_memory_bytes // shape.page_bytes, spec.slots * pages_per_slot + 1)
+        pages = group.minimum(spec.num_pages or fitting)
+        if pages < 2:
+            raise ConfigError(f"kv_cache_memory_bytes: {spec.kv_cache_memory_bytes} hold no two pages of {shape.page_bytes} bytes")
+        self.caches = allocate(shape, pages, device)
+        self.page_size = spec.page_size
+        eos_ids = torch.tensor(folder.eos_ids, dtype=torch.int32, device=device)
+        self.slots = Slots(spec.slots, pages_per_slot, eos_ids)
+        self.facts = Facts(pages, max_length, config.vocab_size, folder.eos_ids)
+
+    def reset(self) -> None:
+        self.slots.reset()
+
+    def begin(self, plan: Plan, words: Int32s) -> "TorchStep":
+        device_words = torch.from_numpy(words).to(self.slots.done.device)  # the plan's one copy to the device
+        sections: dict[str, Tensor] = {}
+        at = HEADER_SIZE
+        for name, _ in SECTIONS:
+            sections[name] = device_words[at : at + len(getattr(plan, name))]
+            at += len(sections[name])
+        if len(plan.release_slots):
+            self.slots.release(sections["release_slots"])
+        if len(plan.admissions):
+            self.slots.admit(device_words[at:].view(-1, ADMISSION_SIZE))
+        if len(plan.grant_slots):
+            self.slots.grant(sections["grant_slots"], sections["grant_indexes"], sections["grant_pages"])
+        return TorchStep(self, plan, sections)
+
+
+class TorchStep:
+    def __init__(self, engine: TorchEngine, plan: Plan, sections: dict[str, Tensor]) -> None:
+        self.engine, self.plan, self.sections = engine, plan, sections
+
+    def run(self) -> Int32s:
+        if not self.plan.rows:
+            return self.plan.row_slots  # nothing to compute: slots were released
+        engine, state = self.engine, self.engine.slots
+        batch = self._batch()
+        logits = engine.model(batch, engine.caches)
+        slots = batch.slots.long()
+        flags = torch.cat((self.sections["decode_flags"], self.sections["prefill_flags"]))
+        state.forbid_early_end(logits, slots, batch.lengths)
+        tokens = state.sample(logits, slots, batch.lengths)
+        ids: Int32s = state.advance(slots, batch.lengths, tokens, (flags & RowFlag.SAMPLE) != 0).numpy()
+        return ids
+
+    def _batch(self) -> Batch:
+        sections, state = self.sections, self.engine.slots
+        ids, positions, locations, lengths, query_starts = plan_unpack(
+            state.page_table,
+            state.length,
+            state.last_token,
+            state.done,
+            sections["decode_slots"],
+            sections["prefill_slots"],
+            sections["prefill_starts"],
+            sections["prefill_lengths"],
+            sections["prefill_ids"],
+            self.engine.page_size,
+        )
+        decode_rows = len(sections["decode_slots"])
+        return Batch(
+            ids=ids,
+            positions=positions,
+            locations=locations,
+            last_tokens=torch.cat((torch.arange(decode_rows), decode_rows + query_starts[1:].long() - 1)),
+            slots=torch.cat((sections["decode_slots"], sections["prefill_slots"])),
+            lengths=lengths,
+            query_starts=query_starts,
+            page_table=state.page_table,
+            decode_rows=decode_rows,
+            max_query=int(self.plan.prefill_lengths.max(initial=0)),
+        )
+
+
+def _built(build: Callable[[], Decoder], dtype: torch.dtype) -> Decoder:
+    """The model with parameters of `dtype`, not yet loaded."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return build().eval()
+    finally:
+        torch.set_default_dtype(before)

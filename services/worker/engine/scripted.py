@@ -1,0 +1,110 @@
+"""An engine that computes nothing: it plays token ids from a script, with the slots, pages and steps of a real one, without torch.
+
+The script is a JSON file:
+
+    {"step_s": 0.001,                                  time of every step
+     "default": {"ids": [5, 6, 7], "repeat": true},    played to every request, here over and over
+     "by_seed": {"7": {"ids": [5, 6]}}}                played to requests with this seed; after the ids comes EOS
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.worker.engine.interface import Facts, Progress, RankSpec
+from services.worker.weights.folder import ModelFolder
+from shared.errors import ConfigError
+from shared.protocol.plan import NO_TOKEN, Int32s, Plan, RowFlag, SlotFlag
+
+
+class Play(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    ids: list[int] = Field(default_factory=list)
+    repeat: bool = False
+
+    def token(self, index: int, eos: int) -> int:
+        """The completion's token number `index`."""
+        if self.repeat and self.ids:
+            return self.ids[index % len(self.ids)]
+        return self.ids[index] if index < len(self.ids) else eos
+
+
+class Script(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    step_s: float = Field(0.0, ge=0)
+    load_s: float = Field(0.0, ge=0, description="How long start-up takes.")
+    default: Play = Field(default_factory=Play)
+    by_seed: dict[int, Play] = Field(default_factory=dict)
+
+
+def read_script(path: Path | None) -> Script:
+    """The script of a file, or an empty one. Raises ConfigError naming the file."""
+    if path is None:
+        return Script()
+    try:
+        return Script.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"script: {path}: {' '.join(str(error).split())}") from error
+
+
+class ScriptedEngine:
+    def __init__(self, spec: RankSpec, progress: Progress) -> None:
+        self.script = read_script(spec.script)
+        folder = ModelFolder(spec.model)
+        progress("loading weights", 0.5)
+        time.sleep(self.script.load_s)
+        max_length = spec.max_model_len or int(folder.config["max_position_embeddings"])
+        pages = spec.num_pages or spec.slots * -(-max_length // spec.page_size) + 1
+        self.facts = Facts(pages, max_length, int(folder.config["vocab_size"]), folder.eos_ids)
+        self.length, self.begun, self.max_length, self.seed, self.done, self.ignore_eos = np.zeros((6, spec.slots), dtype=np.int64)
+        self.stop_ids: list[frozenset[int]] = [frozenset()] * spec.slots
+
+    def reset(self) -> None:
+        self.done[:] = True
+
+    def begin(self, plan: Plan, words: Int32s) -> "ScriptedStep":
+        self.done[plan.release_slots] = True
+        for admission in plan.admissions:
+            slot = admission["slot"]
+            self.length[slot] = self.begun[slot] = self.done[slot] = 0
+            self.max_length[slot] = admission["max_length"]
+            self.seed[slot] = (int(admission["seed_high"]) << 32 | int(admission["seed_low"])) - (int(admission["seed_high"]) >> 31 << 64)
+            self.ignore_eos[slot] = bool(admission["flags"] & SlotFlag.IGNORE_EOS)
+            self.stop_ids[slot] = frozenset(admission["stop_ids"].tolist())
+        return ScriptedStep(self, plan)
+
+    def play(self, slot: int) -> int:
+        """The next token of a slot, whose `length` counts the tokens in the cache."""
+        script = self.script.by_seed.get(int(self.seed[slot]), self.script.default)
+        token = script.token(int(self.length[slot] - self.begun[slot]), self.facts.eos_ids[0])
+        ended = (token in self.facts.eos_ids and not self.ignore_eos[slot]) or token in self.stop_ids[slot]
+        self.done[slot] |= ended or self.length[slot] + 1 >= self.max_length[slot]
+        return token
+
+
+class ScriptedStep:
+    def __init__(self, engine: ScriptedEngine, plan: Plan) -> None:
+        self.engine, self.plan = engine, plan
+
+    def run(self) -> Int32s:
+        engine, plan = self.engine, self.plan
+        time.sleep(engine.script.step_s)
+        ids = []
+        for slot in plan.decode_slots.tolist():
+            if not engine.done[slot]:
+                engine.length[slot] += 1
+            ids.append(NO_TOKEN if engine.done[slot] else engine.play(slot))
+        for slot, start, length, flags in zip(
+            plan.prefill_slots.tolist(),
+            plan.prefill_starts.tolist(),
+            plan.prefill_lengths.tolist(),
+            plan.prefill_flags.tolist(),
+            strict=True,
+        ):
+            engine.length[slot] = engine.begun[slot] = start + length
+            ids.append(engine.play(slot) if flags & RowFlag.SAMPLE and not engine.done[slot] else NO_TOKEN)
+        return np.array(ids, dtype=np.int32)

@@ -1,0 +1,101 @@
+"""The state of a group's slots on the device: it advances there, so that plans can be sent before results are known.
+
+S slots, A admissions, B rows.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.sampling import greedy, sample
+from shared.protocol.plan import ADMISSION, MAX_STOP_IDS, NO_STOP_ID, NO_TOKEN, SlotFlag
+
+_COLUMN = {name: offset // 4 for name, (_, offset) in ((name, ADMISSION.fields[name][:2]) for name in ADMISSION.names or ())}  # type: ignore[index]
+
+
+class Slots:
+    """Structure of arrays by slot. A slot that nobody was admitted to is done."""
+
+    def __init__(self, slots: int, pages_per_slot: int, eos_ids: Tensor) -> None:
+        """eos_ids `[E]` int32, on the device of the state."""
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=eos_ids.device)
+
+        self.eos_ids = eos_ids
+        self.page_table = ints(slots, pages_per_slot)
+        self.length = ints(slots)  # tokens whose keys and values are in the cache
+        self.last_token = ints(slots)  # what the next decode row computes, at position `length`
+        self.done = torch.ones(slots, dtype=torch.bool, device=eos_ids.device)
+        self.min_length, self.max_length = ints(slots), ints(slots)
+        self.ignore_eos = torch.zeros_like(self.done)
+        self.stop_ids = ints(slots, MAX_STOP_IDS).fill_(NO_STOP_ID)
+        self.seed = torch.zeros(slots, dtype=torch.int64, device=eos_ids.device)
+        self.temperature, self.top_p, self.min_p = (torch.zeros(slots, device=eos_ids.device) for _ in range(3))
+        self.top_k = ints(slots)
+
+    def reset(self) -> None:
+        """Forgets every request; what lies in the page tables is never read again."""
+        self.done.fill_(True)
+
+    def release(self, slots: Tensor) -> None:
+        self.done[slots.long()] = True
+
+    def admit(self, records: Tensor) -> None:
+        """records `[A, 32]` int32, see `shared.protocol.plan.ADMISSION`. Resets everything of the slots."""
+
+        def column(name: str) -> Tensor:
+            return records[:, _COLUMN[name]]
+
+        def floats(name: str) -> Tensor:
+            return column(name).contiguous().view(torch.float32)
+
+        slots = column("slot").long()
+        self.page_table[slots] = 0
+        self.length[slots] = 0
+        self.last_token[slots] = 0
+        self.done[slots] = False
+        self.min_length[slots] = column("min_length")
+        self.max_length[slots] = column("max_length")
+        self.ignore_eos[slots] = (column("flags") & SlotFlag.IGNORE_EOS) != 0
+        self.stop_ids[slots] = records[:, _COLUMN["stop_ids"] :][:, :MAX_STOP_IDS]
+        self.seed[slots] = (column("seed_high").long() << 32) | (column("seed_low").long() & 0xFFFFFFFF)
+        for name in ("temperature", "top_p", "min_p"):
+            getattr(self, name)[slots] = floats(name)
+        self.top_k[slots] = column("top_k")
+
+    def grant(self, slots: Tensor, indexes: Tensor, pages: Tensor) -> None:
+        self.page_table[slots.long(), indexes.long()] = pages
+
+    def forbid_early_end(self, logits: Tensor, slots: Tensor, lengths: Tensor) -> None:
+        """Sets the logits `[B, V]` of ids that would end a row below its least length to -inf; lengths `[B]` as in `advance`."""
+        early = lengths < self.min_length[slots]
+        if not bool(early.any()):
+            return
+        rows = early.nonzero()
+        eos = rows[~self.ignore_eos[slots[early]]]
+        logits[eos, self.eos_ids.long()] = -torch.inf
+        stops = self.stop_ids[slots[early]].long()
+        logits[rows.expand_as(stops)[stops != NO_STOP_ID], stops[stops != NO_STOP_ID]] = -torch.inf
+
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Tokens `[B]` int32; a row's noise depends on its seed and the position `[B]` of the token in its sequence only."""
+        temperature = self.temperature[slots]
+        if not bool(temperature.any()):
+            return greedy(logits)
+        return sample(logits, temperature, self.top_k[slots], self.top_p[slots], self.min_p[slots], self.seed[slots], positions)
+
+    def advance(self, slots: Tensor, lengths: Tensor, tokens: Tensor, samples: Tensor) -> Tensor:
+        """After a step: tokens `[B]` int32 sampled, lengths `[B]` int32 now in the cache, samples `[B]` bool the rows that yield one.
+
+        Returns ids `[B]` int32: the token, -1 where the row was done or yields none, -2 where its logits were not finite.
+        """
+        alive = ~self.done[slots]
+        failed = alive & (tokens < 0)
+        took = alive & samples & ~failed
+        ends = torch.isin(tokens, self.eos_ids) & ~self.ignore_eos[slots]
+        ends |= (tokens[:, None] == self.stop_ids[slots]).any(dim=1)
+        ends |= lengths + 1 >= self.max_length[slots]
+        self.length[slots] = lengths.where(alive, self.length[slots])
+        self.last_token[slots] = tokens.where(took, self.last_token[slots])
+        self.done[slots] |= failed | (took & ends)
+        return tokens.where(took | failed, NO_TOKEN)

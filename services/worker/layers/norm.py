@@ -1,0 +1,28 @@
+"""RMSNorm, alone or after the residual addition. T tokens, D hidden size."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from kernels.rms_norm import add_rms_norm, rms_norm
+from services.worker.layers.linear import ALL
+from services.worker.weights.shards import Shard
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[T, D]` -> its norm, `[T, D]`."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x, in place; returns the norm of the sum."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def shards(self, name: str) -> Iterator[Shard]:
+        yield Shard(name, tuple(self.weight.shape), (ALL,), self.weight)

@@ -1,0 +1,170 @@
+"""The worker's gRPC side: who may send plans to the group, and what it is told."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import NoReturn
+
+import grpc
+
+from services.worker.supervisor import Result, Supervisor
+from services.worker.weights.folder import ModelFolder
+from shared.errors import LockstepError, ProtocolError
+from shared.protocol import execution_pb2 as pb
+from shared.protocol.execution_pb2_grpc import ExecutionServicer
+from shared.protocol.files import messages
+from shared.protocol.plan import PlanError, decode, ids_to_bytes
+from shared.rpc import CONNECT_S, PROTOCOL_VERSION, Outbox, StreamEnded, check_version, received
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext
+Requests = AsyncIterator[pb.ExecutionExecuteRequest]
+
+
+class Fenced(LockstepError):
+    """A newer stream has taken the group over."""
+
+
+class ExecuteStream:
+    """One scheduler's hold on the group: the newest hello has it."""
+
+    def __init__(self, epoch: int, number: int) -> None:
+        self.epoch, self.number = epoch, number
+        self.outbox: Outbox[pb.ExecutionExecuteResponse] = Outbox(
+            lambda: pb.ExecutionExecuteResponse(heartbeat=pb.ExecuteHeartbeat())
+        )
+
+    def on_result(self, result: Result) -> None:
+        now_us = time.monotonic_ns() // 1000
+        self.outbox.put(
+            pb.ExecutionExecuteResponse(
+                result=pb.PlanResult(
+                    plan=result.plan_id,
+                    epoch=self.epoch,
+                    stream=self.number,
+                    iterations=len(result.ids),
+                    ids=ids_to_bytes(result.ids),
+                    slot_epochs=ids_to_bytes(result.slot_epochs),
+                    hold_us=now_us - result.received_us,
+                    start_us=result.start_us,
+                    end_us=result.end_us,
+                    idle_us=result.idle_us,
+                )
+            )
+        )
+
+
+class ExecutionService(ExecutionServicer):
+    def __init__(self, supervisor: Supervisor, folder: ModelFolder, fingerprint: str) -> None:
+        self.supervisor, self.folder, self.fingerprint = supervisor, folder, fingerprint
+        self.current: ExecuteStream | None = None
+        self.highest = (0, 0)  # (epoch, stream) of all hellos taken
+
+    async def Describe(self, request: pb.ExecutionDescribeRequest, context: Context) -> pb.ExecutionDescribeResponse:
+        await _checked_version(request.protocol_version, context)
+        supervisor, settings = self.supervisor, self.supervisor.settings
+        group = pb.WorkerGroup(
+            name=settings.group,
+            ready=supervisor.facts is not None,
+            phase=supervisor.phase,
+            progress=supervisor.progress,
+            fingerprint=self.fingerprint,
+            tp=settings.tensor_parallel_size,
+            page_size=settings.page_size,
+            slots=settings.max_num_seqs,
+            max_step_tokens=settings.max_step_tokens,
+            highest_epoch=self.highest[0],
+            highest_stream=self.highest[1],
+        )
+        if supervisor.facts is not None:
+            group.pages = supervisor.facts.pages
+            group.max_length = supervisor.facts.max_length
+            group.vocab_size = supervisor.facts.vocab_size
+            group.eos_ids.extend(supervisor.facts.eos_ids)
+        return pb.ExecutionDescribeResponse(protocol_version=PROTOCOL_VERSION, groups=[group])
+
+    async def Files(self, request: pb.ExecutionFilesRequest, context: Context) -> AsyncIterator[pb.ExecutionFilesResponse]:
+        await self._check_group(request.group, context)
+        for message in messages(self.folder.text_files, pb.ExecutionFilesResponse):
+            yield message
+
+    async def Execute(self, requests: Requests, context: Context) -> AsyncIterator[pb.ExecutionExecuteResponse]:
+        incoming = received(requests, "the scheduler")
+        stream = await self._take_over(await self._hello(incoming, context), context)
+        reader: asyncio.Task[None] | None = None
+        try:
+            highest_slot_epoch = await self.supervisor.reset()
+            logger.info("stream %d.%d: a scheduler has taken over", stream.epoch, stream.number)
+            welcome = pb.ExecuteWelcome(protocol_version=PROTOCOL_VERSION, highest_slot_epoch=highest_slot_epoch)
+            stream.outbox.put(pb.ExecutionExecuteResponse(welcome=welcome))
+            reader = asyncio.create_task(self._read(incoming, stream))
+            async for message in stream.outbox:
+                yield message
+        except PlanError as error:
+            logger.error("stream %d.%d: plan refused: %s", stream.epoch, stream.number, error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Fenced as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        except LockstepError as error:
+            logger.warning("stream %d.%d: %s", stream.epoch, stream.number, error)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        finally:
+            if reader is not None:
+                reader.cancel()
+            if self.current is stream:
+                self.current = None
+
+    async def _hello(self, incoming: Requests, context: Context) -> pb.ExecuteHello:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                first = await anext(incoming, pb.ExecutionExecuteRequest())
+        except (TimeoutError, StreamEnded):
+            first = pb.ExecutionExecuteRequest()
+        if first.WhichOneof("message") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an Execute stream is its hello")
+        await _checked_version(first.hello.protocol_version, context)
+        await self._check_group(first.hello.group, context)
+        if self.supervisor.facts is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{first.hello.group} is not ready: {self.supervisor.phase}")
+        return first.hello
+
+    async def _take_over(self, hello: pb.ExecuteHello, context: Context) -> ExecuteStream:
+        """The older stream is fenced and its queue discarded before anything of the new one is read."""
+        if (hello.epoch, hello.stream) <= self.highest:
+            seen = "epoch {}, stream {}".format(*self.highest)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"the highest seen is {seen}: say hello with more than that")
+        self.highest = (hello.epoch, hello.stream)
+        if self.current is not None:
+            self.current.outbox.close(Fenced(f"epoch {hello.epoch}, stream {hello.stream} has taken the group over"))
+        self.current = ExecuteStream(hello.epoch, hello.stream)
+        return self.current
+
+    async def _read(self, incoming: Requests, stream: ExecuteStream) -> None:
+        """Plans to the supervisor, until the stream ends one way or the other."""
+        try:
+            async for message in incoming:
+                if self.current is not stream:
+                    return
+                if message.WhichOneof("message") == "plan":
+                    self.supervisor.submit(decode(message.plan), message.plan, stream.on_result)
+            stream.outbox.close()
+        except LockstepError as error:
+            stream.outbox.close(error)
+
+    async def _check_group(self, name: str, context: Context) -> None:
+        if name != self.supervisor.settings.group:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no group {name!r} here, only {self.supervisor.settings.group!r}")
+
+    def announce_draining(self, remaining_ms: int) -> None:
+        if self.current is not None:
+            self.current.outbox.put(pb.ExecutionExecuteResponse(draining=pb.Draining(remaining_ms=remaining_ms)))
+            self.current.outbox.close()
+
+
+async def _checked_version(theirs: str, context: Context) -> None:
+    try:
+        check_version(theirs, "the caller")
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

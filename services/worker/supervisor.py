@@ -1,0 +1,310 @@
+"""The supervisor of a group: starts the ranks, puts plans and their iterations into one order, and ends everything when a rank fails.
+
+It never touches the device. The order: each plan's bytes go into the ring once, then one RUN an iteration, at most LAUNCH_AHEAD
+beyond the last finished one. Plans run as they came, except that one flagged to jump goes before the next RUN.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from services.worker.engine.interface import Facts, RankSpec
+from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Ready, ResetDone, decode, socket_pair
+from services.worker.rank import spec_to_json
+from services.worker.ring import Kind, RingFull, RingWriter, create_ring
+from services.worker.settings import WorkerSettings
+from shared.errors import ConfigError, LockstepError
+from shared.protocol.plan import Int32s, Limits, Plan, PlanFlag, check
+
+logger = logging.getLogger(__name__)
+
+LAUNCH_AHEAD = 2  # iterations; more would delay jumps and cancels
+DEADLINE_FACTOR = 10  # a step may take this many times its estimate
+WATCH_EVERY_S = 0.25
+STACKS_S = 0.5  # for a stuck rank to print its stacks
+
+
+class GroupFailed(LockstepError):
+    """A rank died, broke or stalled: the group ends."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """All iterations of a plan are done. Times on this host's monotonic clock, in microseconds."""
+
+    plan_id: int
+    ids: Int32s  # [iterations, rows]
+    slot_epochs: Int32s  # [rows]
+    received_us: int
+    start_us: int
+    end_us: int
+    idle_us: int
+
+
+@dataclass(eq=False)
+class _Queued:
+    plan: Plan
+    data: bytes
+    slot_epochs: Int32s
+    received_us: int
+    on_result: Callable[[Result], None]
+    written: bool = False
+    launched: int = 0
+    done: list[Done] = field(default_factory=list)
+
+
+class _Rank:
+    def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+        self.process, self.link = process, link
+        self.facts: Facts | None = None
+
+
+class Supervisor:
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.phase, self.progress = "starting ranks", 0.0
+        self.facts: Facts | None = None
+        self.limits: Limits | None = None
+        self.slot_epochs = np.zeros(settings.max_num_seqs, dtype=np.int32)
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready = asyncio.Event()
+        self._ranks: list[_Rank] = []
+        self._queue: deque[_Queued] = deque()  # not yet launched in full, in order
+        self._launched: deque[_Queued] = deque()  # one entry an iteration in the ring, not yet finished
+        self._head_since_s = time.monotonic()  # when the oldest launched iteration could start
+        self._resets: dict[int, tuple[set[int], asyncio.Future[None]]] = {}
+        self._reset_number = 0
+        self._scratch = tempfile.TemporaryDirectory(prefix="lockstep-")
+        self._watcher = asyncio.create_task(self._watch())
+
+    # Start and end
+
+    def start_ranks(self) -> None:
+        """Starts one process a rank; `ready` waits for them."""
+        settings, ranks = self.settings, self.settings.tensor_parallel_size
+        ring = create_ring()
+        bells = [os.eventfd(0) for _ in range(ranks)]
+        self._ring = RingWriter(ring, bells)
+        for rank, bell in enumerate(bells):
+            ours, theirs = socket_pair()
+            spec = RankSpec(
+                rank=rank,
+                ranks=ranks,
+                parent_pid=os.getpid(),
+                engine=settings.engine,
+                model=settings.model,
+                script=settings.script,
+                dtype=settings.dtype,
+                max_model_len=settings.max_model_len,
+                page_size=settings.page_size,
+                num_pages=settings.num_pages,
+                kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+                slots=settings.max_num_seqs,
+                threads=max(1, len(os.sched_getaffinity(0)) // ranks),
+                rendezvous=f"file://{Path(self._scratch.name) / 'rendezvous'}",
+                ring_fd=ring,
+                bell_fd=bell,
+                socket_fd=theirs.fileno(),
+            )
+            process = subprocess.Popen(
+                [sys.executable, "-m", "services.worker.rank", spec_to_json(spec)],
+                pass_fds=(ring, bell, theirs.fileno()),
+                env={"GLOO_SOCKET_IFNAME": "lo", **os.environ},
+            )
+            theirs.close()
+            ours.setblocking(False)
+            self._ranks.append(_Rank(process, ours))
+            asyncio.get_running_loop().add_reader(ours.fileno(), self._on_readable, rank)
+
+    async def ready(self) -> None:
+        """Returns once every rank is. Raises LockstepError when one fails, or after `start_deadline_s`."""
+        waiting = asyncio.create_task(self._ready.wait())
+        done, _ = await asyncio.wait(
+            (waiting, self.failed), timeout=self.settings.start_deadline_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        waiting.cancel()
+        if self.failed in done:
+            self.failed.result()
+        if not done:
+            raise GroupFailed(f"the ranks were not ready within start_deadline_s={self.settings.start_deadline_s:g}: {self.phase}")
+
+    def stop(self) -> None:
+        """Kills and reaps every rank: afterwards their devices are free."""
+        self._watcher.cancel()
+        for rank in self._ranks:
+            asyncio.get_running_loop().remove_reader(rank.link.fileno())
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+            rank.link.close()
+        self._scratch.cleanup()
+
+    def _fail(self, error: LockstepError) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    # Plans
+
+    def submit(self, plan: Plan, data: bytes, on_result: Callable[[Result], None]) -> None:
+        """Takes a plan for execution; `data` are its bytes. Raises PlanError when it must not be executed."""
+        assert self.limits is not None, "no plan comes before the group is ready"
+        check(plan, self.limits)
+        self.slot_epochs[plan.admissions["slot"]] = plan.admissions["epoch"]
+        queued = _Queued(plan, data, self.slot_epochs[plan.row_slots], _now_us(), on_result)
+        if plan.flags & PlanFlag.JUMP:
+            self._queue.appendleft(queued)
+        else:
+            self._queue.append(queued)
+        self._launch()
+
+    async def reset(self) -> int:
+        """Drops what is queued and resets all slots, after what was launched. Returns the highest slot epoch used so far."""
+        self._queue.clear()
+        self._reset_number += 1
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._resets[self._reset_number] = (set(range(len(self._ranks))), done)
+        self._ring.write(Kind.RESET, self._reset_number)
+        await asyncio.wait((done, self.failed), return_when=asyncio.FIRST_COMPLETED)
+        if self.failed.done():
+            self.failed.result()
+        return int(self.slot_epochs.max(initial=0))
+
+    def _launch(self) -> None:
+        """Fills the ring, as far as there is work, room, and no more than LAUNCH_AHEAD iterations in it."""
+        try:
+            while self._queue and len(self._launched) < LAUNCH_AHEAD:
+                head = self._queue[0]
+                if not head.written:
+                    self._ring.write(Kind.PLAN, head.plan.plan_id, head.data)
+                    head.written = True
+                self._ring.write(Kind.RUN, head.plan.plan_id)
+                if not self._launched:
+                    self._head_since_s = time.monotonic()
+                self._launched.append(head)
+                head.launched += 1
+                if head.launched == head.plan.iterations:
+                    self._queue.popleft()
+        except RingFull:
+            logger.debug("the ring is full; room comes with the next result")
+
+    # What the ranks say
+
+    def _on_readable(self, rank: int) -> None:
+        while True:
+            try:
+                packet = self._ranks[rank].link.recv(MAX_PACKET_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._fail(GroupFailed(f"rank {rank}: {error}"))
+                packet = b""
+            if not packet:
+                asyncio.get_running_loop().remove_reader(self._ranks[rank].link.fileno())
+                self._fail(GroupFailed(f"rank {rank} ended {_describe(self._ranks[rank].process)}"))
+                return
+            self._on_message(rank, packet)
+
+    def _on_message(self, rank: int, packet: bytes) -> None:
+        match decode(packet):
+            case Done() as done:
+                self._on_done(done)
+            case ResetDone(number):
+                waiting, future = self._resets[number]
+                waiting.discard(rank)
+                if not waiting:
+                    del self._resets[number]
+                    if not future.done():
+                        future.set_result(None)
+            case Loading(phase, progress):
+                if rank == 0:
+                    self.phase, self.progress = phase, progress
+            case Failed(cause, config):
+                self._fail(ConfigError(cause) if config else GroupFailed(f"rank {rank}: {cause}"))
+            case Ready(facts):
+                self._ranks[rank].facts = facts
+                self._become_ready()
+
+    def _become_ready(self) -> None:
+        facts = {rank.facts for rank in self._ranks}
+        if None in facts:
+            return
+        if len(facts) > 1:
+            self._fail(GroupFailed(f"the ranks disagree: {facts}"))
+            return
+        (agreed,) = facts
+        assert agreed is not None
+        settings = self.settings
+        self.facts = agreed
+        self.limits = Limits(
+            slots=settings.max_num_seqs,
+            pages=agreed.pages,
+            page_size=settings.page_size,
+            max_length=agreed.max_length,
+            max_step_tokens=settings.max_step_tokens,
+            vocab_size=agreed.vocab_size,
+        )
+        self.phase, self.progress = "ready", 1.0
+        self._ready.set()
+
+    def _on_done(self, done: Done) -> None:
+        queued = self._launched.popleft()
+        self._head_since_s = time.monotonic()
+        if queued.plan.plan_id != done.plan:
+            self._fail(GroupFailed(f"rank 0 finished plan {done.plan}, expected {queued.plan.plan_id}"))
+            return
+        queued.done.append(done)
+        self._launch()
+        if len(queued.done) == queued.plan.iterations:
+            queued.on_result(
+                Result(
+                    plan_id=done.plan,
+                    ids=np.stack([each.ids for each in queued.done]),
+                    slot_epochs=queued.slot_epochs,
+                    received_us=queued.received_us,
+                    start_us=queued.done[0].start_us,
+                    end_us=done.end_us,
+                    idle_us=queued.done[0].idle_us,
+                )
+            )
+
+    async def _watch(self) -> None:
+        """Ends the group when the oldest iteration is overdue, after its ranks have printed where they are."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            if not self._launched and not self._resets:
+                self._head_since_s = time.monotonic()
+                continue
+            estimate_s = self._launched[0].plan.estimate_us / 1e6 if self._launched else 0.0
+            limit_s = max(self.settings.step_deadline_s, DEADLINE_FACTOR * estimate_s)
+            if time.monotonic() - self._head_since_s > limit_s:
+                for rank in self._ranks:
+                    rank.process.send_signal(signal.SIGUSR1)
+                await asyncio.sleep(STACKS_S)
+                what = f"plan {self._launched[0].plan.plan_id}" if self._launched else "a reset"
+                self._fail(GroupFailed(f"the ranks did not finish {what} within {limit_s:g} s"))
+                return
+
+
+def _describe(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended; its socket closes a moment before."""
+    try:
+        status = process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return "its connection"
+    return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000
