@@ -40,7 +40,7 @@ constraints:
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
 	$(PYTHON) -m venv $$fresh && \
 	$$fresh/bin/pip install --quiet "$(TORCH)" && \
-	$$fresh/bin/pip install --quiet "$(TORCH)" '.[$(EXTRAS)]' && \
+	$$fresh/bin/pip install --quiet "$(TORCH)" --editable '.[$(EXTRAS)]' && \
 	{ echo "# Every dependency of every extra, direct and transitive, at the version that CI runs. Made by \`make constraints\`."; \
 	  $$fresh/bin/pip freeze --all --exclude pip --exclude lockstep | sed 's/+cpu$$//'; } > $$fresh/constraints.txt && \
 	cp $$fresh/constraints.txt constraints.txt
