@@ -4,6 +4,8 @@
     |-- ConfigError            a setting, a model or a machine that does not fit: told in one line at start, exit status 2
     |-- ProtocolError          a peer that does not keep to the contract
     `-- PeerLost               a peer that went away or fell silent
+
+Who catches one knows by its class what to do; who reads one knows by its message.
 """
 
 

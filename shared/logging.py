@@ -14,7 +14,7 @@ def configure(service: str, level: str, form: Literal["console", "json"]) -> Non
         event["service"] = service
         return event
 
-    shared = [
+    shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),

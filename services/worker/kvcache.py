@@ -27,9 +27,9 @@ class CacheShape:
 
 
 def allocate(shape: CacheShape, pages: int, device: torch.device) -> list[LayerCache]:
-    """One cache a layer; page 0 is the scratch page."""
+    """One cache a layer; page 0 is the scratch page. Not zeroed: nothing reads a position before it was written."""
 
     def empty() -> Tensor:
-        return torch.zeros(pages, shape.page_size, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        return torch.empty(pages, shape.page_size, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
 
     return [LayerCache(empty(), empty()) for _ in range(shape.layers)]

@@ -67,7 +67,8 @@ def encode(message: Message) -> bytes:
 def decode(packet: bytes) -> Message:
     kind, body = packet[:1], packet[1:]
     if kind == b"D":
-        return Done(*_DONE.unpack_from(body), ids=ids_from_bytes(body[_DONE.size :]))
+        plan, start_us, end_us, idle_us = _DONE.unpack_from(body)
+        return Done(plan, start_us, end_us, idle_us, ids_from_bytes(body[_DONE.size :]))
     content = json.loads(body)
     if kind == b"R":
         return Ready(Facts(**{**content, "eos_ids": tuple(content["eos_ids"])}))

@@ -11,15 +11,13 @@ import time
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import numpy as np
-
 from services.worker.engine.interface import Engine, Progress, RankSpec, Step
 from services.worker.messages import Done, Failed, Loading, Message, Ready, ResetDone, encode
 from services.worker.ring import Kind, RingReader
 from shared import logging as logs
 from shared.errors import ConfigError, LockstepError
 from shared.process import die_with_parent
-from shared.protocol.plan import decode
+from shared.protocol.plan import Int32s, decode
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class Reporter:
 
 def execute(engine: Engine, reader: RingReader, reporter: Reporter, answers: bool) -> None:
     """Executes the ring strictly in order until STOP. Only the rank that `answers` sends results; all answer a reset."""
-    plans: dict[int, tuple[np.ndarray, Step | None, int]] = {}  # words, the step once begun, iterations left
+    plans: dict[int, tuple[Int32s, Step | None, int]] = {}  # words, the step once begun, iterations left
     last_end_us = 0
     while True:
         entry = reader.read()
@@ -85,7 +83,7 @@ def execute(engine: Engine, reader: RingReader, reporter: Reporter, answers: boo
         start_us = time.monotonic_ns() // 1000
         words, step, left = plans.pop(entry.plan)
         if step is None:
-            plan = decode(memoryview(words).cast("B"))
+            plan = decode(words.data.cast("B"))
             step, left = engine.begin(plan, words), plan.iterations
         ids = step.run()
         if left > 1:

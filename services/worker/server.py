@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import NoReturn
+from typing import Any
 
 import grpc
 
@@ -19,7 +19,7 @@ from shared.rpc import CONNECT_S, PROTOCOL_VERSION, Outbox, StreamEnded, check_v
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[pb.ExecutionExecuteRequest]
 
 
@@ -32,9 +32,7 @@ class ExecuteStream:
 
     def __init__(self, epoch: int, number: int) -> None:
         self.epoch, self.number = epoch, number
-        self.outbox: Outbox[pb.ExecutionExecuteResponse] = Outbox(
-            lambda: pb.ExecutionExecuteResponse(heartbeat=pb.ExecuteHeartbeat())
-        )
+        self.outbox: Outbox[pb.ExecutionExecuteResponse] = Outbox(lambda: pb.ExecutionExecuteResponse(heartbeat=pb.ExecuteHeartbeat()))
 
     def on_result(self, result: Result) -> None:
         now_us = time.monotonic_ns() // 1000

@@ -131,9 +131,7 @@ class Supervisor:
     async def ready(self) -> None:
         """Returns once every rank is. Raises LockstepError when one fails, or after `start_deadline_s`."""
         waiting = asyncio.create_task(self._ready.wait())
-        done, _ = await asyncio.wait(
-            (waiting, self.failed), timeout=self.settings.start_deadline_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait((waiting, self.failed), timeout=self.settings.start_deadline_s, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if self.failed in done:
             self.failed.result()

@@ -75,6 +75,9 @@ class PlanFlag(IntFlag):
     JUMP = 1  # may overtake plans that have not been launched
 
 
+NO_FLAGS = PlanFlag(0)
+
+
 class RowFlag(IntFlag):
     SAMPLE = 1  # the row yields a token: every decode row, and the prompt's last chunk
 
@@ -115,7 +118,7 @@ class Plan:
     plan_id: int
     iterations: int = 1
     estimate_us: int = 0
-    flags: PlanFlag = PlanFlag(0)
+    flags: PlanFlag = NO_FLAGS
     decode_slots: Int32s = field(default_factory=_no_ids)
     decode_flags: Int32s = field(default_factory=_no_ids)
     prefill_slots: Int32s = field(default_factory=_no_ids)
@@ -221,7 +224,7 @@ def decode(data: bytes | memoryview) -> Plan:
 
 def _checksum(words: Int32s) -> int:
     """CRC-32 of what follows the checksum, as the int32 of the same bits."""
-    return int(np.array(crc32(words[Header.CHECKSUM + 1 :]), dtype=np.uint32).view(np.int32))
+    return int(np.array(crc32(words[Header.CHECKSUM + 1 :].data), dtype=np.uint32).view(np.int32))
 
 
 @dataclass(frozen=True)

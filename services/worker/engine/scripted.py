@@ -35,8 +35,8 @@ class Play(BaseModel):
 class Script(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    step_s: float = Field(0.0, ge=0)
-    load_s: float = Field(0.0, ge=0, description="How long start-up takes.")
+    step_s: float = Field(default=0.0, ge=0)
+    load_s: float = Field(default=0.0, ge=0, description="How long start-up takes.")
     default: Play = Field(default_factory=Play)
     by_seed: dict[int, Play] = Field(default_factory=dict)
 

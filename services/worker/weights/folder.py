@@ -79,10 +79,8 @@ class ModelFolder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over config.json, tensor names, shapes, dtypes and the hashes of the text files: what makes two groups interchangeable."""
-        tensors = {
-            name: [entry["dtype"], entry["shape"]] for file in self.weight_files for name, entry in sorted(_header(file).items())
-        }
+        """SHA-256 over config.json, tensor names, shapes, dtypes and the hashes of the text files: equal groups are interchangeable."""
+        tensors = {name: [entry["dtype"], entry["shape"]] for file in self.weight_files for name, entry in sorted(_header(file).items())}
         content = {"config": self.config, "tensors": tensors, "files": {file.name: file.sha256 for file in self.text_files}}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +36,7 @@ def load(folder: ModelFolder, shards: Iterable[Shard], progress: Progress) -> No
             raise ConfigError(f"{file}: {error}") from error
 
 
-def _copy(source: "safe_open", shard: Shard) -> None:
+def _copy(source: Any, shard: Shard) -> None:
     shape = tuple(source.get_shape())
     if shape != shard.shape:
         raise ConfigError(f"{shard.name} has shape {list(shape)}, the config wants {list(shard.shape)}")
