@@ -81,7 +81,7 @@ class Config(NamedTuple):
 
 def config(head_size: int, element_bytes: int, group: int) -> Config:
     if element_bytes == 4:
-        return Config(32, 4, 2)
+        return Config(16, 4, 2)
     return Config(64, 4, 3) if head_size <= 128 else Config(32, 4, 3)
 
 
@@ -187,7 +187,7 @@ def _kernel(
 
         out_place = (row * K * G + kv_head * G + head)[:, None] * H + dimension[None, :]
         if shares == 1:
-            result = tl.where(total > 0, 1 / total, 0.0)[:, None] * weighted
+            result = weighted / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out_ptr + out_place, result, mask=inside_head)
         elif SPLITS > 1:
             # Per (row, KV head): weighted [SPLITS, G, H], best [SPLITS, G], total [SPLITS, G].
@@ -214,5 +214,5 @@ def _kernel(
                     total = total * shrink + share_total * share_shrink
                     weighted = weighted * shrink[:, None] + share_weighted * share_shrink[:, None]
                     best = new_best
-                result = tl.where(total > 0, 1 / total, 0.0)[:, None] * weighted
+                result = weighted / tl.where(total > 0, total, 1.0)[:, None]
                 tl.store(out_ptr + out_place, result, mask=inside_head)

@@ -1,11 +1,21 @@
 """Causal attention of prompt chunks over the paged KV cache, which already holds the chunks' own keys and values.
 
-T query tokens of all rows, R rows, Q and K query and KV heads of this rank, H head size, P pages of N positions, S slots.
+T query tokens of all rows, R rows, Q and K query and KV heads of this rank, G = Q / K, H head size, P pages of N positions, S slots.
+
+A program takes a tile of consecutive tokens of one row with the G query heads of one KV head. Tiles are counted over all rows
+with an upper bound that shapes give, so the launch can be captured in a CUDA graph; the surplus programs end at once.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from kernels.launch import pdl_options
 
 
 def prefill_attention(
@@ -24,9 +34,11 @@ def prefill_attention(
 
     The queries `query_starts[r] .. query_starts[r + 1]` (`[R + 1]` int32, at most `max_query` a row) stand at the last
     positions of the `lengths[r]` tokens of slot `slots[r]`; each attends to its own position and those before it, with a
-    window to the last `window` of them.
+    window to the last `window` of them. A token's result depends on its own row's positions alone, neither on the batch nor on
+    how the row was cut in chunks, bit by bit on a GPU. N must be a power of two there.
     """
-    return prefill_attention_torch(q, k_cache, v_cache, page_table, slots, query_starts, lengths, max_query, scale, window)
+    implementation = prefill_attention_triton if q.is_cuda else prefill_attention_torch
+    return implementation(q, k_cache, v_cache, page_table, slots, query_starts, lengths, max_query, scale, window)
 
 
 def prefill_attention_torch(
@@ -61,3 +73,146 @@ def prefill_attention_torch(
             heads = F.scaled_dot_product_attention(queries[None], k[None], v[None], attn_mask=allowed, scale=scale)
         out[first:last] = heads[0].transpose(0, 1).to(q.dtype)
     return out
+
+
+class Config(NamedTuple):
+    query_block: int  # rows of a tile: tokens times query heads of a KV head
+    key_block: int  # positions of a tile
+    warps: int
+    stages: int
+
+
+def config(head_size: int, element_bytes: int) -> Config:
+    if element_bytes == 4:
+        return Config(32, 32, 4, 1)
+    if head_size <= 64:
+        return Config(128, 64, 4, 3)
+    return Config(128, 64, 8, 3) if head_size <= 128 else Config(64, 32, 4, 2)
+
+
+def prefill_attention_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    max_query: int,
+    scale: float,
+    window: int | None = None,
+    tuned: Config | None = None,
+) -> Tensor:
+    (tokens, q_heads, head_size), (_, page_size, kv_heads, _), rows = q.shape, k_cache.shape, slots.shape[0]
+    group = q_heads // kv_heads
+    out = q.new_zeros(tokens, q_heads, head_size) if rows == 0 else q.new_empty(tokens, q_heads, head_size)
+    if tokens == 0 or rows == 0:
+        return out
+    query_block, key_block, warps, stages = tuned or config(head_size, q.element_size())
+    query_block = max(query_block, triton.next_power_of_2(group))
+    tile_tokens = query_block // group
+    tiles = min(tokens // tile_tokens + rows, triton.cdiv(max_query, tile_tokens) * rows)
+    _kernel[(kv_heads, tiles)](
+        q, k_cache, v_cache, page_table, slots, query_starts, lengths, out,
+        scale * math.log2(math.e), *q.stride()[:2], page_table.shape[1], rows, window or 0,
+        kv_heads, group, head_size, page_size, window is not None, tile_tokens, triton.next_power_of_2(rows),
+        query_block, triton.next_power_of_2(head_size), key_block, stages, num_warps=warps, **pdl_options(q.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr, query_starts_ptr, lengths_ptr, out_ptr,
+    scale_log2, q_token_stride, q_head_stride, max_pages, rows, window,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr, QUERY_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kv_head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)  # the long tiles of a row first
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # Row r has the tiles from `sum over rows before it of ceil(queries / TOKENS)` on.
+    index = tl.arange(0, ROWS_BLOCK)
+    queries = tl.load(query_starts_ptr + index + 1, mask=index < rows, other=0) - tl.load(query_starts_ptr + index, mask=index < rows, other=0)
+    last_tile = tl.cumsum((queries + TOKENS - 1) // TOKENS, axis=0)
+    row = tl.sum((last_tile <= tile).to(tl.int32), axis=0)
+    if row < rows:
+        tile -= tl.max(tl.where(index < row, last_tile, 0), axis=0)
+        first_query = tl.load(query_starts_ptr + row)
+        num_queries = tl.load(query_starts_ptr + row + 1) - first_query
+        length = tl.load(lengths_ptr + row)
+        pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
+
+        packed, dimension = tl.arange(0, QUERY_BLOCK), tl.arange(0, HEAD_BLOCK)
+        token = tile * TOKENS + packed // G  # within the row's queries
+        head = kv_head * G + packed % G
+        query_position = length - num_queries + token
+        inside_query = (token < num_queries) & (packed < TOKENS * G)
+        inside_q = inside_query[:, None] & (dimension < H)[None, :]
+        global_token = (first_query + token).to(tl.int64)
+        q_place = global_token * q_token_stride + head * q_head_stride
+        q = tl.load(q_ptr + q_place[:, None] + dimension[None, :], mask=inside_q, other=0.0)
+
+        first_position = length - num_queries + tile * TOKENS  # of the tile's first token: all its tokens see up to here
+        end = tl.minimum(first_position + TOKENS, length)
+        begin = 0
+        if WINDOW:
+            begin = tl.maximum(first_position - window + 1, 0) // BLOCK * BLOCK
+            open_begin = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK) * BLOCK, end)  # from here in every token's window
+        else:
+            open_begin = 0
+        open_end = tl.maximum((first_position + 1) // BLOCK * BLOCK, open_begin)
+
+        best = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([QUERY_BLOCK], tl.float32)
+        weighted = tl.zeros([QUERY_BLOCK, HEAD_BLOCK], tl.float32)
+        if WINDOW:
+            best, total, weighted = _attend(
+                q, best, total, weighted, k_cache_ptr, v_cache_ptr, pages_ptr, begin, open_begin, query_position, length, window,
+                scale_log2, kv_head, K, H, N, WINDOW, True, HEAD_BLOCK, BLOCK, STAGES,
+            )  # fmt: skip
+        best, total, weighted = _attend(
+            q, best, total, weighted, k_cache_ptr, v_cache_ptr, pages_ptr, open_begin, open_end, query_position, length, window,
+            scale_log2, kv_head, K, H, N, WINDOW, False, HEAD_BLOCK, BLOCK, STAGES,
+        )  # fmt: skip
+        best, total, weighted = _attend(
+            q, best, total, weighted, k_cache_ptr, v_cache_ptr, pages_ptr, open_end, end, query_position, length, window,
+            scale_log2, kv_head, K, H, N, WINDOW, True, HEAD_BLOCK, BLOCK, STAGES,
+        )  # fmt: skip
+        out_place = (global_token * K * G + head)[:, None] * H + dimension[None, :]
+        tl.store(out_ptr + out_place, weighted / tl.where(total > 0, total, 1.0)[:, None], mask=inside_q)
+
+
+@triton.jit
+def _attend(
+    q, best, total, weighted, k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, query_position, length, window, scale_log2, kv_head,
+    K: tl.constexpr, H: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds the positions `begin .. end` to the online softmax; MASKED where some query of the tile must not see some of them."""
+    dimension = tl.arange(0, HEAD_BLOCK)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < length
+        page = tl.load(pages_ptr + position // N, mask=inside, other=0).to(tl.int64)
+        place = ((page * N + position % N) * K + kv_head)[:, None] * H + dimension[None, :]
+        inside_tile = inside[:, None] & (dimension < H)[None, :]
+        k = tl.load(k_cache_ptr + place, mask=inside_tile, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if MASKED:
+            seen = position[None, :] <= query_position[:, None]
+            if WINDOW:
+                seen &= position[None, :] > query_position[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+            new_best = tl.maximum(tl.maximum(best, tl.max(scores, axis=1)), -1e38)  # no position seen yet: not -inf minus -inf
+        else:
+            new_best = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weights, axis=1)
+        v = tl.load(v_cache_ptr + place, mask=inside_tile, other=0.0)
+        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
+        best = new_best
+    return best, total, weighted
