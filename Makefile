@@ -47,7 +47,7 @@ constraints:
 
 proto: .venv/stamp ## Generate the stubs in shared/protocol from proto
 	@$(BIN)/python -m grpc_tools.protoc -Ishared/protocol=proto/lockstep/v1 --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
-		--python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+		--python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) --mypy_grpc_out=quiet,only_async:$(STUBS) $(PROTOS)
 
 model: .venv/stamp ## Convert the demo model once; prints the path of its folder
 	@$(BIN)/python -m services.worker.weights.demo

@@ -7,45 +7,18 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from shared.protocol import execution_pb2 as _execution_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ExecutionStub:
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> ExecutionAsyncStub: ...
-    Describe: _grpc.UnaryUnaryMultiCallable[_execution_pb2.ExecutionDescribeRequest, _execution_pb2.ExecutionDescribeResponse]
-    """Answered from the start, also while a group still loads."""
-    Files: _grpc.UnaryStreamMultiCallable[_execution_pb2.ExecutionFilesRequest, _execution_pb2.ExecutionFilesResponse]
-    """The model's tokenizer files: first a manifest, then chunks of at most 1 MB in its order."""
-    Execute: _grpc.StreamStreamMultiCallable[_execution_pb2.ExecutionExecuteRequest, _execution_pb2.ExecutionExecuteResponse]
-    """One stream per group. The first message each way is a hello."""
-
-@_typing.type_check_only
-class ExecutionAsyncStub(ExecutionStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Describe: _aio.UnaryUnaryMultiCallable[_execution_pb2.ExecutionDescribeRequest, _execution_pb2.ExecutionDescribeResponse]  # type: ignore[assignment]
+    Describe: _aio.UnaryUnaryMultiCallable[_execution_pb2.ExecutionDescribeRequest, _execution_pb2.ExecutionDescribeResponse]
     """Answered from the start, also while a group still loads."""
-    Files: _aio.UnaryStreamMultiCallable[_execution_pb2.ExecutionFilesRequest, _execution_pb2.ExecutionFilesResponse]  # type: ignore[assignment]
+    Files: _aio.UnaryStreamMultiCallable[_execution_pb2.ExecutionFilesRequest, _execution_pb2.ExecutionFilesResponse]
     """The model's tokenizer files: first a manifest, then chunks of at most 1 MB in its order."""
-    Execute: _aio.StreamStreamMultiCallable[_execution_pb2.ExecutionExecuteRequest, _execution_pb2.ExecutionExecuteResponse]  # type: ignore[assignment]
+    Execute: _aio.StreamStreamMultiCallable[_execution_pb2.ExecutionExecuteRequest, _execution_pb2.ExecutionExecuteResponse]
     """One stream per group. The first message each way is a hello."""
 
 class ExecutionServicer(metaclass=_abc_1.ABCMeta):
@@ -53,24 +26,24 @@ class ExecutionServicer(metaclass=_abc_1.ABCMeta):
     def Describe(
         self,
         request: _execution_pb2.ExecutionDescribeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_execution_pb2.ExecutionDescribeResponse, _abc.Awaitable[_execution_pb2.ExecutionDescribeResponse]]:
+        context: _aio.ServicerContext[_execution_pb2.ExecutionDescribeRequest, _abc.Awaitable[_execution_pb2.ExecutionDescribeResponse]],
+    ) -> _abc.Awaitable[_execution_pb2.ExecutionDescribeResponse]:
         """Answered from the start, also while a group still loads."""
 
     @_abc_1.abstractmethod
     def Files(
         self,
         request: _execution_pb2.ExecutionFilesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_execution_pb2.ExecutionFilesResponse], _abc.AsyncIterator[_execution_pb2.ExecutionFilesResponse]]:
+        context: _aio.ServicerContext[_execution_pb2.ExecutionFilesRequest, _abc.AsyncIterator[_execution_pb2.ExecutionFilesResponse]],
+    ) -> _abc.AsyncIterator[_execution_pb2.ExecutionFilesResponse]:
         """The model's tokenizer files: first a manifest, then chunks of at most 1 MB in its order."""
 
     @_abc_1.abstractmethod
     def Execute(
         self,
-        request_iterator: _MaybeAsyncIterator[_execution_pb2.ExecutionExecuteRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_execution_pb2.ExecutionExecuteResponse], _abc.AsyncIterator[_execution_pb2.ExecutionExecuteResponse]]:
+        request_iterator: _abc.AsyncIterator[_execution_pb2.ExecutionExecuteRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_execution_pb2.ExecutionExecuteRequest], _abc.AsyncIterator[_execution_pb2.ExecutionExecuteResponse]],
+    ) -> _abc.AsyncIterator[_execution_pb2.ExecutionExecuteResponse]:
         """One stream per group. The first message each way is a hello."""
 
-def add_ExecutionServicer_to_server(servicer: ExecutionServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_ExecutionServicer_to_server(servicer: ExecutionServicer, server: _aio.Server) -> None: ...

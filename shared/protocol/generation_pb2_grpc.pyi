@@ -7,45 +7,18 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from shared.protocol import generation_pb2 as _generation_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationStub:
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
-    Describe: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GenerationDescribeRequest, _generation_pb2.GenerationDescribeResponse]
-    """What the model is and what a request may ask for. UNAVAILABLE until a worker group is ready."""
-    Files: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerationFilesRequest, _generation_pb2.GenerationFilesResponse]
-    """The files that turn text into ids and back: first a manifest, then chunks of at most 1 MB in its order."""
-    Session: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerationSessionRequest, _generation_pb2.GenerationSessionResponse]
-    """One stream per gateway process carries all its requests. The first message each way is a hello."""
-
-@_typing.type_check_only
-class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Describe: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerationDescribeRequest, _generation_pb2.GenerationDescribeResponse]  # type: ignore[assignment]
+    Describe: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerationDescribeRequest, _generation_pb2.GenerationDescribeResponse]
     """What the model is and what a request may ask for. UNAVAILABLE until a worker group is ready."""
-    Files: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerationFilesRequest, _generation_pb2.GenerationFilesResponse]  # type: ignore[assignment]
+    Files: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerationFilesRequest, _generation_pb2.GenerationFilesResponse]
     """The files that turn text into ids and back: first a manifest, then chunks of at most 1 MB in its order."""
-    Session: _aio.StreamStreamMultiCallable[_generation_pb2.GenerationSessionRequest, _generation_pb2.GenerationSessionResponse]  # type: ignore[assignment]
+    Session: _aio.StreamStreamMultiCallable[_generation_pb2.GenerationSessionRequest, _generation_pb2.GenerationSessionResponse]
     """One stream per gateway process carries all its requests. The first message each way is a hello."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
@@ -53,24 +26,24 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
     def Describe(
         self,
         request: _generation_pb2.GenerationDescribeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generation_pb2.GenerationDescribeResponse, _abc.Awaitable[_generation_pb2.GenerationDescribeResponse]]:
+        context: _aio.ServicerContext[_generation_pb2.GenerationDescribeRequest, _abc.Awaitable[_generation_pb2.GenerationDescribeResponse]],
+    ) -> _abc.Awaitable[_generation_pb2.GenerationDescribeResponse]:
         """What the model is and what a request may ask for. UNAVAILABLE until a worker group is ready."""
 
     @_abc_1.abstractmethod
     def Files(
         self,
         request: _generation_pb2.GenerationFilesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerationFilesResponse], _abc.AsyncIterator[_generation_pb2.GenerationFilesResponse]]:
+        context: _aio.ServicerContext[_generation_pb2.GenerationFilesRequest, _abc.AsyncIterator[_generation_pb2.GenerationFilesResponse]],
+    ) -> _abc.AsyncIterator[_generation_pb2.GenerationFilesResponse]:
         """The files that turn text into ids and back: first a manifest, then chunks of at most 1 MB in its order."""
 
     @_abc_1.abstractmethod
     def Session(
         self,
-        request_iterator: _MaybeAsyncIterator[_generation_pb2.GenerationSessionRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerationSessionResponse], _abc.AsyncIterator[_generation_pb2.GenerationSessionResponse]]:
+        request_iterator: _abc.AsyncIterator[_generation_pb2.GenerationSessionRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_generation_pb2.GenerationSessionRequest], _abc.AsyncIterator[_generation_pb2.GenerationSessionResponse]],
+    ) -> _abc.AsyncIterator[_generation_pb2.GenerationSessionResponse]:
         """One stream per gateway process carries all its requests. The first message each way is a hello."""
 
-def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _aio.Server) -> None: ...
