@@ -1,0 +1,69 @@
+"""How far ahead plans are sent: measured time of work, not a number of plans. All times in microseconds.
+
+The device must find its next plan when it ends one; plans further ahead only delay what comes after them. So the work queued
+behind the plan that now runs should last just longer than the way of a result here and of a plan back.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+
+WINDOW_PLANS = 400
+UNKNOWN_STEP_US = 10_000  # before the first measurement
+SMOOTHING = 0.1
+STARVED_US = 20  # less idle time than this is the device's own
+MARGIN_STEP_US = 100
+MARGIN_DECAY = 0.998
+MAX_MARGIN_US = 2_000  # more would cost time to first token, as long as no plan may jump
+MAX_OUTSTANDING_PLANS = 64
+
+
+class StepTimes:
+    """Time of a step by its size, as moving averages over powers of two of decode rows and prefill tokens."""
+
+    def __init__(self) -> None:
+        self._average: dict[tuple[int, int], float] = {}
+
+    def observe(self, rows: int, prefill_tokens: int, step_us: int) -> None:
+        size = (rows.bit_length(), prefill_tokens.bit_length())
+        before = self._average.get(size, step_us)
+        self._average[size] = before + SMOOTHING * (step_us - before)
+
+    def estimate(self, rows: int, prefill_tokens: int) -> int:
+        """Of a size never seen: as the nearest that was."""
+        size = (rows.bit_length(), prefill_tokens.bit_length())
+        if size not in self._average:
+            if not self._average:
+                return UNKNOWN_STEP_US
+            size = min(self._average, key=lambda other: abs(other[0] - size[0]) + abs(other[1] - size[1]))
+        return max(int(self._average[size]), 1)
+
+
+class Lead:
+    """The rule: send while (work outstanding - its oldest plan) < round trip + margin."""
+
+    def __init__(self, overlap: bool) -> None:
+        self._overlap = overlap
+        self._round_trips: deque[int] = deque()
+        self._sorted: list[int] = []
+        self.round_trip_us = 0
+        self.margin_us = float(MARGIN_STEP_US)
+
+    def may_send(self, outstanding: int, queued_us: int) -> bool:
+        """outstanding: plans; queued_us: the estimates of all of them but the oldest."""
+        if not outstanding:
+            return True
+        return self._overlap and outstanding < MAX_OUTSTANDING_PLANS and queued_us < self.round_trip_us + self.margin_us
+
+    def on_result(self, round_trip_us: int, idle_us: int, followed: bool) -> None:
+        """round_trip_us: result seen - plan sent - hold. followed: the plan was sent while another was outstanding, so that the
+        device should not have waited for it."""
+        self._round_trips.append(round_trip_us)
+        insort(self._sorted, round_trip_us)
+        if len(self._round_trips) > WINDOW_PLANS:
+            del self._sorted[bisect_left(self._sorted, self._round_trips.popleft())]
+        # A low percentile: a high one would count our own queue and every hiccup, and so run away.
+        self.round_trip_us = max(self._sorted[len(self._sorted) // 10], 0)
+        if followed and idle_us > STARVED_US:
+            self.margin_us = min(self.margin_us + min(idle_us, self.margin_us + MARGIN_STEP_US), MAX_MARGIN_US)
+        else:
+            self.margin_us *= MARGIN_DECAY

@@ -1,0 +1,98 @@
+"""A request as the scheduler sees it: token ids in, token ids out, how to sample, when to stop."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from shared.protocol.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, RejectReason
+from shared.protocol.plan import Int32s
+
+
+class Key(NamedTuple):
+    """Which request: the session, as numbered by the scheduler, and the request's number within its gateway."""
+
+    session: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    temperature: float  # 0 is greedy
+    top_k: int  # 0 is off
+    top_p: float  # 1 is off
+    min_p: float  # 0 is off
+    seed: int  # int64
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a request ended that was accepted."""
+
+    reason: FinishReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Why a request was not accepted."""
+
+    reason: RejectReason
+    detail: str
+    retry_after_ms: int = 0
+
+
+End = Finished | Rejected
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One attempt of one request. `output` is all of the completion so far, so that any group can go on from here."""
+
+    key: Key
+    attempt: int
+    request_id: str  # the client's, for logs
+    prompt_ids: Int32s
+    output: array[int]  # int32; what a resumed request had already comes first
+    sampling: Sampling
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop_ids: tuple[int, ...]
+    ending_ids: frozenset[int]  # the stop ids and, unless ignored, EOS
+    priority: int = 0
+    tenant: str = ""
+    deadline: float | None = None  # on the clock of `now`, seconds
+    end: End | None = None
+    slot: int | None = None  # while running
+    resumed_at: int = field(init=False)  # tokens that the client had when this attempt was submitted
+    sent: int = field(init=False)  # tokens of `output` that the gateway has been sent, or had
+
+    def __post_init__(self) -> None:
+        self.resumed_at = self.sent = len(self.output)
+
+    @property
+    def prefill_ids(self) -> Int32s:
+        """What a slot has to compute before the next token: prompt and completion so far."""
+        return np.concatenate((self.prompt_ids, np.array(self.output, dtype=np.int32)))
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.output)
+
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt_ids) + self.max_tokens
+
+    def append(self, token: int) -> FinishReason | None:
+        """Takes the next token of the completion; returns how it ends the request, if it does."""
+        self.output.append(token)
+        return self.finish_reason()
+
+    def finish_reason(self) -> FinishReason | None:
+        """Whether the completion so far is whole: the rule by which the device stops a row itself."""
+        tokens = len(self.output)
+        if tokens > self.min_tokens and self.output[-1] in self.ending_ids:
+            return FINISH_REASON_STOP
+        return FINISH_REASON_LENGTH if tokens >= self.max_tokens else None

@@ -1,0 +1,188 @@
+"""All requests and all groups of this scheduler: what comes in, where it goes, when it is given up. Without I/O, told the time."""
+
+import heapq
+import logging
+from collections import OrderedDict
+
+from services.scheduler import routing
+from services.scheduler.group import Deliver, Group
+from services.scheduler.meter import Meter
+from services.scheduler.model import Model
+from services.scheduler.requests import End, Finished, Key, Rejected, Request
+from services.scheduler.validation import Refused, to_request
+from services.scheduler.waiting import WaitingQueue
+from shared.protocol.generation_pb2 import (
+    FINISH_REASON_CANCELLED,
+    FINISH_REASON_ERROR,
+    REJECT_REASON_DEADLINE,
+    REJECT_REASON_OVERLOADED,
+    REJECT_REASON_TOO_LONG,
+    REJECT_REASON_UNAVAILABLE,
+    Submit,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_TOMBSTONES = 10_000
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+
+CANCELLED = Finished(FINISH_REASON_CANCELLED)
+SUPERSEDED = Finished(FINISH_REASON_CANCELLED, "a newer attempt took over")
+LOST = Finished(FINISH_REASON_ERROR, "the worker group was lost")
+OUT_OF_TIME = Finished(FINISH_REASON_ERROR, "the deadline passed")
+TOO_LATE = Rejected(REJECT_REASON_DEADLINE, "the deadline passed before the request could start")
+TOO_LONG = Rejected(REJECT_REASON_TOO_LONG, "prompt and completion exceed the KV cache of every worker group")
+UNAVAILABLE = Rejected(REJECT_REASON_UNAVAILABLE, "no worker group is ready")
+
+
+class Scheduler:
+    """While no group is ready, requests are held for at most `group_wait_s`; but not before the first group was ready, since until
+    then nothing is known of the model."""
+
+    def __init__(self, max_waiting_requests: int, max_waiting_tokens: int, group_wait_s: float, deliver: Deliver, now: float) -> None:
+        self.model: Model | None = None
+        self.groups: list[Group] = []
+        self._max_waiting_requests, self._max_waiting_tokens = max_waiting_requests, max_waiting_tokens
+        self._group_wait_s = group_wait_s
+        self._deliver = deliver
+        self._requests: dict[Key, Request] = {}  # that have not ended
+        self._group_of: dict[Request, Group] = {}
+        self._held = WaitingQueue()  # until a group is ready
+        self._held_until: dict[Request, float] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number breaks ties
+        self._num_deadlines = 0
+        self._tombstones: OrderedDict[Key, int] = OrderedDict()  # highest attempt cancelled of requests that are unknown
+        self._ended = Meter(now)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    # From gateways
+
+    def submit(self, submit: Submit, session: int, now: float) -> Rejected | None:
+        """Takes a request, or returns why not. A higher attempt retires a lower one."""
+        if self.model is None:
+            return UNAVAILABLE
+        older = self._requests.get(Key(session, submit.request))
+        if older is not None:
+            if older.attempt >= submit.attempt:
+                logger.warning("request %s: attempt %d is not above %d: ignored", older.request_id, submit.attempt, older.attempt)
+                return None
+            self._end(older, SUPERSEDED, now)
+        try:
+            request = to_request(submit, session, self.model, now)
+        except Refused as error:
+            return Rejected(error.reason, str(error))
+        reason = request.finish_reason() if request.resumed_at else None
+        if self._tombstones.pop(request.key, 0) >= request.attempt:
+            request.end = CANCELLED
+        elif reason is not None:  # all had been delivered but its end
+            request.end = Finished(reason)
+        if request.end is not None:
+            self._deliver([request], now)
+            return None
+        rejected = (None if request.resumed_at else self._overload(request, now)) or self._place(request, now)
+        if rejected is None and request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, self._num_deadlines, request))
+            self._num_deadlines += 1
+        return rejected
+
+    def cancel(self, key: Key, attempt: int, now: float) -> None:
+        """Ends a request, now or when its Submit comes."""
+        request = self._requests.get(key)
+        if request is not None and request.attempt <= attempt:
+            self._end(request, CANCELLED, now)
+        elif request is None:
+            self._tombstones[key] = max(attempt, self._tombstones.get(key, 0))
+            if len(self._tombstones) > MAX_TOMBSTONES:
+                self._tombstones.popitem(last=False)
+
+    def drop_session(self, session: int, now: float) -> None:
+        """The gateway is gone: nobody waits for its requests."""
+        for request in [request for request in self._requests.values() if request.key.session == session]:
+            self._end(request, CANCELLED, now)
+
+    # From workers
+
+    def add_group(self, group: Group, now: float) -> None:
+        """A group is ready."""
+        self.groups.append(group)
+        held = self._held.drain()
+        self._held_until.clear()
+        self._place_anew(held, now)
+
+    def drain_group(self, group: Group, now: float) -> None:
+        """A group is about to stop: it gets nothing new, and what waits there goes elsewhere."""
+        group.draining = True
+        self._place_anew(group.waiting.drain(), now)
+
+    def remove_group(self, group: Group, now: float) -> None:
+        """A group is lost, and so are its requests."""
+        self.groups.remove(group)
+        requests = group.evacuate()
+        for request in requests:  # to recover them: place each anew, with the output it has
+            request.end = LOST
+        self.deliver(requests, now)
+
+    def deliver(self, updated: list[Request], now: float) -> None:
+        """What groups call: forgets the requests that have ended and passes all on."""
+        for request in updated:
+            if request.end is not None:
+                del self._requests[request.key]
+                self._group_of.pop(request, None)
+                self._ended.count(1, now)
+        self._deliver(updated, now)
+
+    # Time
+
+    def tick(self, now: float) -> None:
+        """Ends what has waited too long; to be called a few times a second."""
+        for request, until in list(self._held_until.items()):
+            if until > now:
+                break  # they were held in this order
+            self._end(request, UNAVAILABLE if not request.resumed_at else LOST, now)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[-1]
+            if request.end is None:
+                started = request.slot is not None or request.sent > 0
+                self._end(request, OUT_OF_TIME if started else TOO_LATE, now)
+
+    def _place(self, request: Request, now: float) -> Rejected | None:
+        groups = [group for group in self.groups if not group.draining]
+        group = routing.choose(groups, request)
+        if group is None and groups:
+            return TOO_LONG
+        self._requests[request.key] = request
+        if group is None:
+            self._group_of.pop(request, None)
+            self._held.push(request)
+            self._held_until[request] = now + self._group_wait_s
+        else:
+            self._group_of[request] = group
+            group.submit(request, now)
+        return None
+
+    def _end(self, request: Request, end: End, now: float) -> None:
+        if self._held_until.pop(request, None) is None:
+            self._group_of[request].end(request, end, now)
+        else:
+            self._held.remove(request)
+            request.end = end
+            self.deliver([request], now)
+
+    def _place_anew(self, requests: list[Request], now: float) -> None:
+        for request in requests:
+            rejected = self._place(request, now)
+            if rejected is not None:
+                request.end = rejected
+                self.deliver([request], now)
+
+    def _overload(self, request: Request, now: float) -> Rejected | None:
+        requests = len(self._held) + sum(len(group.waiting) for group in self.groups)
+        tokens = self._held.tokens + sum(group.waiting.tokens for group in self.groups)
+        if requests < self._max_waiting_requests and (not requests or tokens + request.length <= self._max_waiting_tokens):
+            return None
+        rate = self._ended.per_second(now)
+        retry_s = min(max(requests / rate if rate else 0.0, MIN_RETRY_S), MAX_RETRY_S)
+        return Rejected(REJECT_REASON_OVERLOADED, f"{requests} requests of {tokens} tokens wait already", round(retry_s * 1e3))

@@ -1,0 +1,139 @@
+"""The scheduler's gRPC side: what gateways ask, and the sessions that carry their requests."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from itertools import count
+from typing import Any
+
+import grpc
+
+from services.scheduler.leadership import Leadership
+from services.scheduler.requests import Key, Request
+from services.scheduler.scheduler import Scheduler
+from services.scheduler.session import GatewaySession
+from services.scheduler.settings import SchedulerSettings
+from shared.errors import LockstepError, ProtocolError
+from shared.protocol import files
+from shared.protocol import generation_pb2 as pb
+from shared.protocol.generation_pb2_grpc import GenerationServicer
+from shared.rpc import PROTOCOL_VERSION, check_version, received
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Messages = AsyncIterator[pb.GenerationSessionRequest]
+
+NOT_READY = "no worker group has been ready yet"
+
+
+class GenerationService(GenerationServicer):
+    """Sessions in front of one `Scheduler`, which it makes."""
+
+    def __init__(self, settings: SchedulerSettings, leadership: Leadership) -> None:
+        self.leadership = leadership
+        self.scheduler = Scheduler(
+            settings.max_waiting_requests, settings.max_waiting_tokens, settings.group_wait_s, self._deliver, time.monotonic()
+        )
+        self._sessions: dict[int, GatewaySession] = {}
+        self._numbers = count(1)
+
+    async def Describe(self, request: pb.GenerationDescribeRequest, context: Context) -> pb.GenerationDescribeResponse:
+        try:
+            check_version(request.protocol_version, "the gateway")
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        model = self.scheduler.model
+        if model is None or not self.scheduler.groups:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, NOT_READY if model is None else "no worker group is ready")
+        return pb.GenerationDescribeResponse(
+            protocol_version=PROTOCOL_VERSION,
+            fingerprint=model.fingerprint,
+            epoch=self.leadership.epoch,
+            vocab_size=model.vocab_size,
+            max_length=model.max_length,
+            eos_ids=sorted(model.eos_ids),
+        )
+
+    async def Files(self, request: pb.GenerationFilesRequest, context: Context) -> AsyncIterator[pb.GenerationFilesResponse]:
+        model = self.scheduler.model
+        if model is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, NOT_READY)
+        if request.fingerprint != model.fingerprint:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"the model here is {model.fingerprint}")
+        for message in files.messages(model.files, pb.GenerationFilesResponse):
+            yield message
+
+    async def Session(self, request_iterator: Messages, context: Context) -> AsyncIterator[pb.GenerationSessionResponse]:
+        messages = received(request_iterator, "the gateway")
+        try:
+            session = await self._hello(messages)
+        except LockstepError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        logger.info("gateway %s: session %d", session.gateway, session.number)
+        reader = asyncio.create_task(self._read(messages, session))
+        try:
+            async for message in session.outbox:
+                yield message
+        except LockstepError as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        finally:
+            reader.cancel()
+            self._close(session)
+
+    async def _hello(self, messages: Messages) -> GatewaySession:
+        message = await anext(messages, None)
+        if message is None or message.WhichOneof("message") != "hello":
+            raise ProtocolError("a session begins with a hello")
+        check_version(message.hello.protocol_version, "the gateway")
+        self.leadership.shown(message.hello.highest_epoch)
+        session = GatewaySession(next(self._numbers), message.hello.gateway[:100], time.monotonic)
+        self._sessions[session.number] = session
+        session.outbox.put(
+            pb.GenerationSessionResponse(welcome=pb.SessionWelcome(protocol_version=PROTOCOL_VERSION, epoch=self.leadership.epoch))
+        )
+        return session
+
+    async def _read(self, messages: Messages, session: GatewaySession) -> None:
+        """Until the gateway ends or breaks the session, either of which ends the writer too."""
+        try:
+            async for message in messages:
+                self._on_message(message, session)
+            session.outbox.close()
+        except LockstepError as error:
+            session.outbox.close(error)
+        except Exception:  # the edge: a defect costs this session, not the scheduler
+            logger.exception("gateway %s: session %d failed", session.gateway, session.number)
+            session.outbox.close(LockstepError("the session failed; the scheduler's log says why"))
+
+    def _on_message(self, message: pb.GenerationSessionRequest, session: GatewaySession) -> None:
+        now = time.monotonic()
+        match message.WhichOneof("message"):
+            case "submit":
+                rejected = self.scheduler.submit(message.submit, session.number, now)
+                if rejected is not None:
+                    session.reject(message.submit.request, message.submit.attempt, rejected)
+                    session.flush()
+            case "cancel":
+                self.scheduler.cancel(Key(session.number, message.cancel.request), message.cancel.attempt, now)
+            case "heartbeat":
+                pass
+            case other:
+                raise ProtocolError(f"a session does not go on with {other}")
+
+    def _close(self, session: GatewaySession) -> None:
+        del self._sessions[session.number]
+        session.close()
+        self.scheduler.drop_session(session.number, time.monotonic())
+        logger.info("gateway %s: session %d has ended", session.gateway, session.number)
+
+    def _deliver(self, updated: list[Request], now: float) -> None:
+        touched: dict[int, GatewaySession] = {}
+        for request in updated:
+            session = self._sessions.get(request.key.session)
+            if session is not None:  # None: the gateway is gone
+                session.update(request)
+                touched[session.number] = session
+        for session in touched.values():
+            session.flush()

@@ -1,0 +1,90 @@
+"""One gateway's session, from here to it: tokens leave in batches, the first and the last of a request at once."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.scheduler.requests import Finished, Rejected, Request
+from shared.errors import PeerLost
+from shared.protocol.generation_pb2 import GenerationSessionResponse, SessionHeartbeat, TokenBatch
+from shared.rpc import Outbox
+
+COALESCE_S = 0.002
+MAX_UNSENT_BATCHES = 8  # a gateway that reads slowly gets fewer, larger batches
+MAX_UPDATED_REQUESTS = 100_000  # one that does not read at all, but goes on to ask, is dropped
+
+
+class GatewaySession:
+    """`updated` may be called from anywhere; the batches go to `outbox`."""
+
+    def __init__(self, number: int, gateway: str, clock: Callable[[], float]) -> None:
+        self.number, self.gateway = number, gateway
+        self.outbox: Outbox[GenerationSessionResponse] = Outbox(lambda: GenerationSessionResponse(heartbeat=SessionHeartbeat()))
+        self._clock = clock
+        self._updated: dict[Request, None] = {}
+        self._rejected: list[tuple[int, int, Rejected]] = []  # (request, attempt, why)
+        self._urgent = False
+        self._last_batch_at = -COALESCE_S
+        self._timer: asyncio.TimerHandle | None = None
+
+    def update(self, request: Request) -> None:
+        """The request has new tokens or has ended. `flush` follows."""
+        self._updated[request] = None
+        if request.end is not None or request.sent == request.resumed_at:
+            self._urgent = True
+
+    def reject(self, request: int, attempt: int, rejected: Rejected) -> None:
+        """A request was not even taken. `flush` follows."""
+        self._rejected.append((request, attempt, rejected))
+        self._urgent = True
+
+    def flush(self) -> None:
+        """Sends what there is, or arranges for it to be sent soon."""
+        if len(self._updated) + len(self._rejected) > MAX_UPDATED_REQUESTS:
+            self.outbox.close(PeerLost(f"gateway {self.gateway} does not read"))
+            return
+        now = self._clock()
+        slow = len(self.outbox) >= MAX_UNSENT_BATCHES
+        if not slow and (self._urgent or now - self._last_batch_at >= COALESCE_S):
+            self._send(now)
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._on_timer)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.outbox.close()
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._updated or self._rejected:
+            self.flush()
+
+    def _send(self, now: float) -> None:
+        batch = TokenBatch()
+        for request in self._updated:
+            _add(batch, request)
+        for number, attempt, rejected in self._rejected:
+            _add_rejected(batch, number, attempt, rejected)
+        self._updated.clear()
+        self._rejected.clear()
+        self._urgent = False
+        self._last_batch_at = now
+        self.outbox.put(GenerationSessionResponse(batch=batch))
+
+
+def _add(batch: TokenBatch, request: Request) -> None:
+    number, attempt, tokens = request.key.request, request.attempt, len(request.output)
+    if tokens > request.sent:
+        batch.tokens.add(request=number, attempt=attempt, first_index=request.sent, ids=request.output[request.sent :].tobytes())
+        request.sent = tokens
+    match request.end:
+        case Finished(reason, detail):
+            batch.finished.add(request=number, attempt=attempt, reason=reason, completion_tokens=tokens, detail=detail)
+        case Rejected() as rejected:
+            _add_rejected(batch, number, attempt, rejected)
+
+
+def _add_rejected(batch: TokenBatch, number: int, attempt: int, rejected: Rejected) -> None:
+    batch.rejected.add(
+        request=number, attempt=attempt, reason=rejected.reason, detail=rejected.detail, retry_after_ms=rejected.retry_after_ms
+    )

@@ -1,0 +1,26 @@
+"""Settings of the scheduler."""
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+from pydantic_settings import SettingsConfigDict
+
+from shared.settings import Settings
+
+Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+
+
+class SchedulerSettings(Settings):
+    """`LOCKSTEP_SCHEDULER_*`; read once, in `main`."""
+
+    model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_")
+
+    port: int = Field(7100, ge=0, le=65535, description="gRPC port; 0 lets the kernel pick.")
+    worker: list[Address] = Field(min_length=1, description="Address host:port of a worker; may be given several times.")
+    max_step_tokens: int = Field(
+        512, ge=1, le=32768, description="Most tokens of one step, decodes and prefill together; a group may allow less."
+    )
+    max_waiting_requests: int = Field(1024, ge=1, description="Requests that may wait for a slot; further ones are rejected as overload.")
+    max_waiting_tokens: int = Field(1_000_000, ge=1, description="Prompt tokens that may wait; one request alone may exceed it.")
+    group_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no worker group is ready.")
+    overlap: bool = Field(True, description="Send plans ahead of results, by the lead rule; off: wait for each result.")

@@ -1,0 +1,96 @@
+"""A Submit becomes a request, or is refused: nothing that a gateway sends is believed."""
+
+import math
+from array import array
+
+from services.scheduler.model import Model
+from services.scheduler.requests import Key, Request, Sampling
+from shared.errors import LockstepError
+from shared.protocol.generation_pb2 import REJECT_REASON_INVALID, REJECT_REASON_TOO_LONG, RejectReason, Submit
+from shared.protocol.generation_pb2 import Sampling as SamplingMessage
+from shared.protocol.plan import MAX_STOP_IDS, Int32s, PlanError, ids_from_bytes
+
+MAX_TEMPERATURE = 100.0
+MAX_TOP_K = 2**31 - 1
+MAX_PRIORITY = 1_000
+MAX_TEXT = 256  # characters of an id or a name
+
+
+class Refused(LockstepError):
+    """A request that is never acceptable."""
+
+    def __init__(self, detail: str, reason: RejectReason = REJECT_REASON_INVALID) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def to_request(submit: Submit, session: int, model: Model, now: float) -> Request:
+    """Raises Refused, saying what was got and what is allowed."""
+    prompt = _ids("prompt_ids", submit.prompt_ids, model)
+    delivered = _ids("delivered_ids", submit.delivered_ids, model)
+    stop_ids = tuple(_ids("stop_token_ids", submit.stop_token_ids, model).tolist())
+    if not len(prompt):
+        raise Refused("the prompt is empty")
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise Refused(f"at most {MAX_STOP_IDS} stop token ids, got {len(stop_ids)}")
+    if submit.attempt < 1:
+        raise Refused("attempts count from 1")
+    _between("max_tokens", submit.max_tokens, 1, 2**31 - 1)
+    _between("min_tokens", submit.min_tokens, 0, submit.max_tokens)
+    _between("priority", submit.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    for name in ("request_id", "tenant", "traceparent"):
+        if len(getattr(submit, name)) > MAX_TEXT:
+            raise Refused(f"{name} has more than {MAX_TEXT} characters")
+    if len(prompt) + submit.max_tokens > model.max_length:
+        detail = f"{len(prompt)} prompt tokens and {submit.max_tokens} for the completion exceed the {model.max_length} that fit"
+        raise Refused(detail, REJECT_REASON_TOO_LONG)
+    if len(delivered) > submit.max_tokens:
+        raise Refused(f"{len(delivered)} tokens were delivered of at most {submit.max_tokens}")
+    return Request(
+        key=Key(session, submit.request),
+        attempt=submit.attempt,
+        request_id=submit.request_id,
+        prompt_ids=prompt,
+        output=array("i", delivered.tolist()),
+        sampling=_sampling(submit.sampling),
+        max_tokens=submit.max_tokens,
+        min_tokens=submit.min_tokens,
+        ignore_eos=submit.ignore_eos,
+        stop_ids=stop_ids,
+        ending_ids=frozenset(stop_ids) if submit.ignore_eos else model.eos_ids.union(stop_ids),
+        priority=submit.priority,
+        tenant=submit.tenant,
+        deadline=now + submit.deadline_ms / 1e3 if submit.HasField("deadline_ms") else None,
+    )
+
+
+def _sampling(message: SamplingMessage) -> Sampling:
+    if not message.HasField("seed"):
+        raise Refused("no seed: the gateway sets one always")
+    sampling = Sampling(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        seed=message.seed,
+    )
+    _between("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE)
+    _between("top_k", sampling.top_k, 0, MAX_TOP_K)
+    _between("top_p", sampling.top_p, 0.0, 1.0)
+    _between("min_p", sampling.min_p, 0.0, 1.0)
+    return sampling
+
+
+def _ids(name: str, data: bytes, model: Model) -> Int32s:
+    try:
+        ids = ids_from_bytes(data)
+    except PlanError as error:
+        raise Refused(f"{name}: {error}") from error
+    if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
+        raise Refused(f"{name} has ids from {ids.min()} to {ids.max()}; the vocabulary has {model.vocab_size}")
+    return ids
+
+
+def _between(name: str, value: float, least: float, most: float) -> None:
+    if not math.isfinite(value) or not least <= value <= most:
+        raise Refused(f"{name} must be from {least} to {most}, got {value}")
