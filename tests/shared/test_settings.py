@@ -1,0 +1,47 @@
+"""Settings: one line that names what is wrong, and nothing unknown accepted."""
+
+import pytest
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.errors import ConfigError
+from shared.settings import Settings, load
+
+
+class ThingSettings(Settings):
+    model_config = SettingsConfigDict(env_prefix="LOCKSTEP_THING_")
+
+    port: int = Field(7, ge=0, le=65535)
+    worker: list[str] = Field(default_factory=list)
+
+
+def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_THING_PORT", "8")
+    assert load(ThingSettings, "thing", []).port == 8
+    assert load(ThingSettings, "thing", ["--port", "9"]).port == 9
+
+
+def test_a_list_is_a_repeated_flag() -> None:
+    assert load(ThingSettings, "thing", ["--worker", "a:1", "--worker", "b:2"]).worker == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [(["--port", "x"], "port"), (["--port", "65536"], "port"), (["--log-level", "loud"], "log_level"), (["--nope"], "--nope")],
+)
+def test_a_bad_setting_is_one_line_that_names_it(arguments: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as error:
+        load(ThingSettings, "thing", arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_variable_with_our_prefix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_THING_PROT", "1")
+    with pytest.raises(ConfigError, match="LOCKSTEP_THING_PROT"):
+        load(ThingSettings, "thing", [])
+
+
+def test_k8s_05_a_service_link_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_THING_PORT", "tcp://10.0.0.1:80")
+    with pytest.raises(ConfigError, match=r"port: .*tcp://10\.0\.0\.1:80"):
+        load(ThingSettings, "thing", [])
