@@ -54,7 +54,7 @@ class Request:
     attempt: int
     request_id: str  # the client's, for logs
     prompt_ids: Int32s
-    output: array[int]  # int32; what a resumed request had already comes first
+    output: "array[int]"  # int32; what a resumed request had already comes first
     sampling: Sampling
     max_tokens: int
     min_tokens: int

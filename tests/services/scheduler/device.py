@@ -1,0 +1,132 @@
+"""A device of plain Python that executes plans as a worker must, and trusts none of them.
+
+The key-value cache holds token ids, and the next token is a function of what is read there through the page table: a page that
+two slots write, or one that is read too early, changes the answer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+
+from services.scheduler.group import StepResult
+from shared.protocol.plan import NO_TOKEN, SCRATCH_PAGE, Int32s, Limits, Plan, RowFlag, SlotFlag, check
+
+EOS = 0
+FAIL = -2
+
+
+def next_token(ids: list[int], vocab_size: int) -> int:
+    """The model: a function of the whole sequence; EOS about once in `vocab_size` tokens."""
+    return crc32(np.array(ids, dtype=np.int32).tobytes()) % vocab_size
+
+
+@dataclass
+class DeviceSlot:
+    epoch: int
+    length: int = 0
+    last_token: int = -1
+    done: bool = True
+    ignore_eos: bool = False
+    min_length: int = 0
+    max_length: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    pages: dict[int, int] = field(default_factory=dict)
+
+
+class Device:
+    """`owner_of` says, at the time a page is written or read, which slot the scheduler's books name."""
+
+    def __init__(
+        self, limits: Limits, owner_of: Callable[[int], int] | None = None, model: Callable[[list[int], int], int] = next_token
+    ) -> None:
+        self.limits, self.owner_of, self.model = limits, owner_of, model
+        self.slots = [DeviceSlot(epoch=0) for _ in range(limits.slots)]
+        self.cache = np.full((limits.pages, limits.page_size), -1)
+        self.last_plan = -1
+        self.clock_us = 0
+
+    def run(self, plan: Plan) -> StepResult:
+        check(plan, self.limits)
+        assert plan.plan_id > self.last_plan
+        self.last_plan = plan.plan_id
+        for slot in plan.release_slots.tolist():
+            self.slots[slot].done = True
+        for record in plan.admissions:
+            self._admit(record)
+        for slot, index, page in zip(plan.grant_slots.tolist(), plan.grant_indexes.tolist(), plan.grant_pages.tolist(), strict=True):
+            self.slots[slot].pages[index] = page
+        ids = [[self._decode(slot) for slot in plan.decode_slots.tolist()] for _ in range(plan.iterations)]
+        ends = np.cumsum(plan.prefill_lengths)
+        for row, slot in enumerate(plan.prefill_slots.tolist()):
+            chunk = plan.prefill_ids[ends[row] - plan.prefill_lengths[row] : ends[row]]
+            ids[0].append(self._prefill(slot, int(plan.prefill_starts[row]), chunk, bool(plan.prefill_flags[row] & RowFlag.SAMPLE)))
+        step_us = 100 + 10 * len(plan.prefill_ids)
+        self.clock_us += step_us
+        epochs = [self.slots[slot].epoch for slot in plan.row_slots.tolist()]
+        return StepResult(
+            plan_id=plan.plan_id,
+            ids=np.array(ids, dtype=np.int32),
+            slot_epochs=np.array(epochs, dtype=np.int32),
+            hold_us=step_us,
+            start_us=self.clock_us - step_us,
+            end_us=self.clock_us,
+            idle_us=0,
+        )
+
+    def _admit(self, record: np.void) -> None:
+        slot = int(record["slot"])
+        assert int(record["epoch"]) > self.slots[slot].epoch
+        self.slots[slot] = DeviceSlot(
+            epoch=int(record["epoch"]),
+            done=False,
+            ignore_eos=bool(record["flags"] & SlotFlag.IGNORE_EOS),
+            min_length=int(record["min_length"]),
+            max_length=int(record["max_length"]),
+            stop_ids=frozenset(record["stop_ids"].tolist()),
+        )
+
+    def _decode(self, slot: int) -> int:
+        state = self.slots[slot]
+        if state.done:
+            return NO_TOKEN
+        assert state.length < state.max_length
+        self._write(slot, state.length, state.last_token)
+        state.length += 1
+        return self._sample(slot)
+
+    def _prefill(self, slot: int, start: int, ids: Int32s, sample: bool) -> int:
+        state = self.slots[slot]
+        if state.done:  # released before its prefill was over
+            return NO_TOKEN
+        assert start == state.length
+        for token in ids.tolist():
+            self._write(slot, state.length, token)
+            state.length += 1
+        return self._sample(slot) if sample else NO_TOKEN
+
+    def _sample(self, slot: int) -> int:
+        state = self.slots[slot]
+        token = self.model([self._read(slot, position) for position in range(state.length)], self.limits.vocab_size)
+        if token == FAIL:
+            state.done = True
+            return FAIL
+        ends = token in state.stop_ids or (token == EOS and not state.ignore_eos)
+        state.last_token = token
+        state.done = (ends and state.length + 1 > state.min_length) or state.length + 1 >= state.max_length
+        return token
+
+    def _page(self, slot: int, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.limits.page_size)
+        page = self.slots[slot].pages.get(index, SCRATCH_PAGE)
+        assert page != SCRATCH_PAGE, f"slot {slot} has no page for position {position}"
+        if self.owner_of is not None:
+            assert self.owner_of(page) == slot, f"page {page} of slot {slot} is owned by {self.owner_of(page)}"
+        return page, offset
+
+    def _write(self, slot: int, position: int, token: int) -> None:
+        self.cache[self._page(slot, position)] = token
+
+    def _read(self, slot: int, position: int) -> int:
+        return int(self.cache[self._page(slot, position)])
