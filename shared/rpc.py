@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 import grpc
@@ -106,7 +106,7 @@ class Outbox(Generic[M]):
                 yield self._heartbeat()
 
 
-async def received(stream: AsyncIterator[M], peer: str, silence_s: float = SILENCE_S) -> AsyncIterator[M]:
+async def received(stream: AsyncIterator[M], peer: str, silence_s: float = SILENCE_S) -> AsyncGenerator[M, None]:
     """The messages of a stream. Raises StreamEnded, saying why, when the peer breaks off or is silent for `silence_s`.
 
     Returns when the peer ends the stream in good order.
