@@ -1,0 +1,123 @@
+"""The answer to one HTTP request: the text of its generations, as it comes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from services.gateway.errors import TimedOut
+from services.gateway.generation import Generation
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.stops import StopMatcher
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of one choice; at its end with the reason."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Choice:
+    """One generation as text: without the token that ended it, up to the first stop string."""
+
+    def __init__(
+        self, index: int, generation: Generation, detokenizer: Detokenizer, stops: Sequence[str], terminal_ids: frozenset[int]
+    ) -> None:
+        """`terminal_ids` may end the generation: their text is not shown before it is known that they did not."""
+        self.index = index
+        self.generation = generation
+        self.finish_reason: FinishReason | None = None
+        self.completion_tokens = 0
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+        self._one_by_one = bool(stops)  # to know which token completes a stop string
+        self._terminal_ids = terminal_ids
+        self._terminal: list[int] = []  # the last id, if it is a terminal one
+
+    def advance(self) -> Delta | None:
+        """What is new, if anything. Raises the RequestError that ended the generation."""
+        if self.finish_reason is not None:
+            return None
+        ids = self._terminal + self.generation.take()
+        ending = self.generation.ending
+        self._terminal = []
+        if ids and (ending.stopped if ending else ids[-1] in self._terminal_ids):
+            self._terminal = [ids.pop()]
+        text = self._show(ids)
+        if ending is not None and self.finish_reason is None:
+            self.completion_tokens += len(self._terminal)
+            text += self._matcher.push(self._detokenizer.flush())
+            self.finish_reason = "stop" if ending.stopped or self._matcher.matched else "length"
+            text += self._matcher.flush()
+        if self.finish_reason is not None:
+            self.generation.close(self.completion_tokens)
+        return Delta(self.index, text, self.finish_reason) if text or self.finish_reason else None
+
+    def _show(self, ids: list[int]) -> str:
+        text = ""
+        for piece in [[each] for each in ids] if self._one_by_one else [ids]:
+            text += self._matcher.push(self._detokenizer.push(piece))
+            self.completion_tokens += len(piece)
+            if self._matcher.matched:
+                self.finish_reason = "stop"
+                break
+        return text
+
+
+class Answer:
+    """The choices of one HTTP request, in the order in which their text arrives."""
+
+    def __init__(self, choices: Sequence[Choice], wake: asyncio.Event, keep_alive_s: float, timeout_s: float) -> None:
+        """`wake` is set by each generation that has news."""
+        self.choices = choices
+        self.deadline = asyncio.get_running_loop().time() + timeout_s
+        self._wake = wake
+        self._keep_alive_s = keep_alive_s
+
+    @property
+    def usage(self) -> Usage:
+        """Prompts and completions of all choices, as far as they have come."""
+        endings = [choice.generation.ending for choice in self.choices]
+        return Usage(
+            prompt_tokens=sum(len(choice.generation.submit.prompt_ids) // 4 for choice in self.choices),
+            completion_tokens=sum(choice.completion_tokens for choice in self.choices),
+            cached_tokens=sum(ending.cached_tokens for ending in endings if ending),
+        )
+
+    async def deltas(self) -> AsyncIterator[Delta | None]:
+        """All that comes, until every choice has finished; None when nothing came for `keep_alive_s`.
+
+        Raises the RequestError that ended a generation, or TimedOut.
+        """
+        loop = asyncio.get_running_loop()
+        while any(choice.finish_reason is None for choice in self.choices):
+            wait_until = min(loop.time() + self._keep_alive_s, self.deadline)
+            try:
+                async with asyncio.timeout_at(wait_until):
+                    await self._wake.wait()
+            except TimeoutError:
+                if loop.time() >= self.deadline:
+                    raise TimedOut("the request took too long") from None
+                yield None
+                continue
+            self._wake.clear()
+            for choice in self.choices:
+                if delta := choice.advance():
+                    yield delta
+
+    def close(self) -> None:
+        """Cancels what has not finished."""
+        for choice in self.choices:
+            choice.generation.close()

@@ -1,0 +1,109 @@
+"""The HTTP application: routes, request ids, and errors in one shape."""
+
+import importlib.metadata
+import logging
+import re
+import time
+import uuid
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.errors import ClientGone, InvalidRequest, MethodNotAllowed, NotFound, RequestError
+from services.gateway.openai import chat, completions, models
+from services.gateway.openai.errors import error_response, status_of
+from services.gateway.openai.service import Gateway
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[0-9A-Za-z._:/+=-]{1,128}")  # others are replaced: they end in headers and logs
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log: nobody gets it
+
+
+def create_app(gateway: Gateway) -> "Edge":
+    """The application of a gateway."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)  # bodies are read by hand: a generated schema would say nothing
+    app.state.gateway = gateway
+    for module in (chat, completions, models):
+        app.include_router(module.router)
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/version", version, methods=["GET"])
+    app.add_exception_handler(RequestError, request_error)
+    app.add_exception_handler(HTTPException, routing_error)
+    return Edge(app)
+
+
+async def health(request: Request) -> dict[str, str]:
+    """200 while requests can be served."""
+    _ = Gateway.of(request).scheduler.ready_model
+    return {"status": "ok"}
+
+
+async def version() -> dict[str, str]:
+    """Of Lockstep."""
+    return {"version": importlib.metadata.version("lockstep")}
+
+
+async def request_error(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed in a way of ours."""
+    if isinstance(error, ClientGone):
+        raise error
+    if status_of(error) == 500:
+        logger.error("request %s failed: %s", request.state.request_id, error)
+    return error_response(error)
+
+
+async def routing_error(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods: what FastAPI raises itself."""
+    assert isinstance(error, HTTPException)
+    kind = {404: NotFound, 405: MethodNotAllowed}.get(error.status_code, InvalidRequest)
+    return error_response(kind(f"Invalid URL ({request.method} {request.url.path[:200]})"), dict(error.headers or {}))
+
+
+class Edge:
+    """The outermost layer: gives each request its id, logs it in one line, and answers what nobody else caught."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get("x-request-id", "")
+        request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        begun, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientGone as error:
+            logger.info("request %s: %s", request_id, error)
+            status = CLIENT_CLOSED_REQUEST
+        except Exception as error:  # the edge of the service: logs, answers and ends
+            logger.exception("request %s failed", request_id)
+            if not status:
+                await error_response(error)(scope, receive, send_with_id)
+        usage = state.get("usage")
+        logger.info(
+            "%s %s -> %d in %.3f s, %d + %d tokens, request %s",
+            scope["method"],
+            scope["path"][:200].encode("unicode_escape").decode(),
+            status,
+            time.monotonic() - begun,
+            usage.prompt_tokens if usage else 0,
+            usage.completion_tokens if usage else 0,
+            request_id,
+        )

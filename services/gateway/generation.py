@@ -1,0 +1,136 @@
+"""One request at the scheduler, and the sequence of token ids that it yields: this gateway owns it."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.gateway.errors import ClientGone, GenerationFailed, InvalidRequest, Overloaded, RequestError, Unavailable
+from shared.protocol.generation_pb2 import Finished, FinishReason, Rejected, RejectReason, Submit, Tokens
+from shared.protocol.plan import PlanError, ids_from_bytes
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0  # where the scheduler does not say
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a generation ended well."""
+
+    stopped: bool  # by an end-of-sequence or stop token id, which is the last id; else by length
+    cached_tokens: int  # prompt tokens that were not computed anew
+
+
+class Generation:
+    """One submitted request. The session's reader feeds it synchronously; `take` gives what has come since.
+
+    `wake` is set whenever there is something to take. Ids that nobody takes are merged; beyond `max_unread` the request is given up.
+    """
+
+    def __init__(self, submit: Submit, wake: asyncio.Event, max_unread: int, on_close: Callable[["Generation", int], None]) -> None:
+        self.submit = submit
+        self.ids: list[int] = []  # all that were accepted
+        self.ending: Ending | None = None
+        self._error: RequestError | None = None
+        self._wake = wake
+        self._taken = 0
+        self._max_unread = max_unread
+        self._on_close = on_close  # tells the session, once, with the number of ids that count
+        self._closed = False
+
+    @property
+    def request(self) -> int:
+        return self.submit.request
+
+    @property
+    def over(self) -> bool:
+        """No more ids will come."""
+        return self.ending is not None or self._error is not None
+
+    def take(self) -> list[int]:
+        """The ids since the last call. Raises the RequestError that ended the request, at once."""
+        if self._error is not None:
+            raise self._error
+        ids = self.ids[self._taken :]
+        self._taken = len(self.ids)
+        return ids
+
+    def close(self, accepted_tokens: int | None = None) -> None:
+        """Nothing more is wanted: the scheduler is told to stop, unless it has finished. `accepted_tokens` of the ids count, or all."""
+        if not self._closed:
+            self._closed = True
+            self._on_close(self, len(self.ids) if accepted_tokens is None else accepted_tokens)
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the request with an error, unless it is over."""
+        if not self.over:
+            self._error = error
+            self._wake.set()
+
+    def on_tokens(self, tokens: Tokens) -> None:
+        """Ids of the current attempt. Those that are here already must be the same; a gap or a difference breaks the sequence."""
+        if self.over or tokens.attempt != self.submit.attempt:
+            return
+        try:
+            ids = ids_from_bytes(tokens.ids).tolist()
+        except PlanError as error:
+            self._broken(str(error))
+            return
+        known = self.ids[tokens.first_index : tokens.first_index + len(ids)]
+        if tokens.first_index > len(self.ids):
+            self._broken(f"ids from {tokens.first_index} on, where {len(self.ids)} should follow")
+        elif ids[: len(known)] != known:
+            self._broken(f"other ids from {tokens.first_index} on than before")
+        else:
+            self._accept(ids[len(known) :])
+
+    def on_finished(self, finished: Finished) -> None:
+        """The end, after the last ids."""
+        if self.over or finished.attempt != self.submit.attempt:
+            return
+        if finished.reason not in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH):
+            self.fail(GenerationFailed(f"the scheduler ended the request with reason {finished.reason}: {finished.detail}"))
+        elif finished.completion_tokens != len(self.ids):
+            self._broken(f"the end after {finished.completion_tokens} ids, of which {len(self.ids)} came")
+        else:
+            cached_tokens = min(finished.cached_tokens, len(self.submit.prompt_ids) // 4)
+            self.ending = Ending(finished.reason == FinishReason.FINISH_REASON_STOP, cached_tokens)
+            self._wake.set()
+
+    def on_rejected(self, rejected: Rejected) -> None:
+        """The scheduler does not take the request."""
+        if not self.over and rejected.attempt == self.submit.attempt:
+            self.fail(rejection(rejected))
+
+    def _accept(self, ids: list[int]) -> None:
+        self.ids += ids
+        unread = len(self.ids) - self._taken
+        if unread > self._max_unread:
+            self.fail(ClientGone(f"the client has left {unread} tokens unread"))
+            self.close()
+        self._wake.set()
+
+    def _broken(self, what: str) -> None:
+        """The sequence cannot be trusted. The seam for a next attempt: resubmit with `ids` as delivered instead of failing."""
+        logger.error("request %s got %s", self.submit.request_id, what)
+        self.fail(GenerationFailed(f"the sequence of tokens broke: {what}"))
+        self.close()
+
+
+def rejection(rejected: Rejected) -> RequestError:
+    """The error that stands for a refusal by the scheduler."""
+    retry_after_s = rejected.retry_after_ms / 1000 or RETRY_AFTER_S
+    match rejected.reason:
+        case RejectReason.REJECT_REASON_TOO_LONG:
+            return InvalidRequest(rejected.detail or "the request is longer than can be served", code="context_length_exceeded")
+        case RejectReason.REJECT_REASON_INVALID:
+            return InvalidRequest(rejected.detail or "the request is not valid")
+        case RejectReason.REJECT_REASON_OVERLOADED:
+            return Overloaded("too many requests: try again later", code="rate_limit_exceeded", retry_after_s=retry_after_s)
+        case RejectReason.REJECT_REASON_DEADLINE:
+            return Overloaded("the request would not start in time", code="rate_limit_exceeded", retry_after_s=retry_after_s)
+        case RejectReason.REJECT_REASON_UNAVAILABLE:
+            return Unavailable("no worker is ready: try again later", retry_after_s=retry_after_s)
+        case _:
+            return GenerationFailed(f"refused with reason {rejected.reason}: {rejected.detail}")

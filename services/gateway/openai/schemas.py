@@ -1,0 +1,171 @@
+"""What clients send. Types are strict, null means absent, unknown keys are ignored; `validation.py` turns faults into OpenAI's errors."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from shared.protocol.plan import MAX_STOP_IDS
+
+MAX_CHOICES = 128  # of one request: prompts times n
+MAX_STOP_CHARACTERS = 1000
+INT32_MAX = 2**31 - 1
+
+# Names of union members in pydantic's error locations; in angle brackets, so that they are told from the client's field names.
+TEXT, PARTS, TEXTS, IDS, ID_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
+
+
+class Body(BaseModel):
+    """The base of everything in a request."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def null_is_absent(cls, data: Any) -> Any:
+        """Clients send null for what they leave to us."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+def _content_kind(value: Any) -> str | None:
+    return TEXT if isinstance(value, str) else PARTS if isinstance(value, list) else None
+
+
+class ChatMessage(Body):
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: (
+        Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(fail_fast=True), Tag(PARTS)], Discriminator(_content_kind)]
+        | None
+    ) = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+def _stop_kind(value: Any) -> str | None:
+    return TEXT if isinstance(value, str) else TEXTS if isinstance(value, list) else None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class GenerationRequest(Body):
+    """What both endpoints take."""
+
+    model: str = Field(min_length=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: (
+        Annotated[
+            Annotated[StopString, Tag(TEXT)] | Annotated[list[StopString], Field(fail_fast=True, max_length=4), Tag(TEXTS)],
+            Discriminator(_stop_kind),
+        ]
+        | None
+    ) = None
+    # Beyond OpenAI's
+    top_k: int = Field(-1, ge=-1, le=INT32_MAX, description="-1 and 0 are off.")
+    min_p: float = Field(0.0, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field([], max_length=MAX_STOP_IDS)
+    # Taken without effect
+    user: str | None = None
+    metadata: dict[MetadataKey, MetadataValue] = Field({}, max_length=16)
+    # Refused unless neutral: see NEUTRAL in validation.py
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    logit_bias: dict[str, float] = {}
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] = []
+    function_call: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return TEXT
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    return TEXTS if isinstance(first, str) else ID_LISTS if isinstance(first, list) else IDS
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        Annotated[str, Tag(TEXT)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES), Tag(TEXTS)]
+        | Annotated[TokenIds, Tag(IDS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES), Tag(ID_LISTS)],
+        Discriminator(_prompt_kind),
+    ]
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    suffix: str = ""
+    best_of: int = Field(1, ge=0, le=20)
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One entry a prompt: a flat list of ids is one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt

@@ -1,0 +1,151 @@
+"""From a body's bytes to a checked request, every fault told as OpenAI does: status 400, the field as `param`, a code."""
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.openai.schemas import Body, ChatRequest, CompletionRequest, GenerationRequest
+
+B = TypeVar("B", bound=Body)
+
+MAX_QUOTED = 100  # characters of the client's input that a message repeats
+WHOLE_FIELDS = ("prompt", "stop", "stop_token_ids", "logit_bias", "metadata")  # a fault inside is told of the field
+
+CODES = {  # of pydantic's error types
+    "missing": "missing_required_parameter",
+    "literal_error": "invalid_value",
+    "greater_than": "below_min_value",
+    "greater_than_equal": "below_min_value",
+    "less_than": "above_max_value",
+    "less_than_equal": "above_max_value",
+    "string_too_long": "string_above_max_length",
+    "string_too_short": "string_below_min_length",
+}
+LENGTH_CODES = {  # by pydantic's error type and kind of container
+    ("too_long", "List"): "array_above_max_length",
+    ("too_long", "Dictionary"): "object_above_max_properties",
+    ("too_short", "List"): "empty_array",
+}
+
+# Fields that are not served yet are refused unless they ask for what happens anyway.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (None, False),
+    "top_logprobs": (0,),
+    "tools": (None,),
+    "tool_choice": (None, "none", "auto"),
+    "functions": ([],),
+    "function_call": (None, "none", "auto"),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+}
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises InvalidRequest; also for lone surrogates, NaN and Infinity, which are no JSON."""
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"could not parse the body of your request as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body of your request must be a JSON object")
+    return value
+
+
+def parse(schema: type[B], data: bytes) -> B:
+    """The request in a body. Raises InvalidRequest naming the first fault."""
+    value = parse_json(data)
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        raise _told(next((fault for fault in faults if fault["type"] == "missing" and len(fault["loc"]) == 1), faults[0])) from error
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Rules of several fields of a chat request. Raises InvalidRequest."""
+    _check_common(body)
+    for index, message in enumerate(body.messages):
+        if message.content == [] and not (message.role == "assistant" and message.tool_calls):
+            raise InvalidRequest("content must not be an empty list", f"messages[{index}].content", "empty_array")
+        if message.role == "tool" and message.tool_call_id is None:
+            param = f"messages[{index}].tool_call_id"
+            raise InvalidRequest(f"missing required parameter: '{param}'", param, "missing_required_parameter")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest("max_tokens and max_completion_tokens differ: set one", "max_tokens", "invalid_parameter_combination")
+    if body.tools is None and body.tool_choice not in NEUTRAL["tool_choice"]:
+        raise InvalidRequest("tool_choice needs tools", "tool_choice")
+    if body.response_format and body.response_format.type != "text":
+        raise InvalidRequest("response_format other than text is not supported", "response_format", "unsupported_value")
+    _refuse_unsupported(body)
+
+
+def check_completion(body: CompletionRequest) -> None:
+    """Rules of several fields of a legacy request. Raises InvalidRequest."""
+    _check_common(body)
+    if body.best_of < body.n:
+        raise InvalidRequest("best_of must be at least n", "best_of")
+    _refuse_unsupported(body)
+
+
+def _check_common(body: GenerationRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+
+
+def _refuse_unsupported(body: GenerationRequest) -> None:
+    for field, neutral in NEUTRAL.items():
+        value = getattr(body, field, neutral[0])
+        if value not in neutral:
+            raise InvalidRequest(f"{field}={_quoted(value)} is not supported", field, "unsupported_value")
+
+
+def _told(fault: ErrorDetails) -> InvalidRequest:
+    location = [part for part in fault["loc"] if not str(part).startswith("<")]
+    if location[0] == "model":
+        return InvalidRequest("you must provide a model parameter")
+    param = str(location[0]) if location[0] in WHOLE_FIELDS else _path(location)
+    if fault["type"] == "missing":
+        return InvalidRequest(f"missing required parameter: '{param}'", param, CODES["missing"])
+    return InvalidRequest(f"invalid '{param}': {fault['msg'][:MAX_QUOTED]}, got {_quoted(fault['input'])}", param, _code(fault))
+
+
+def _code(fault: ErrorDetails) -> str:
+    kind, context = fault["type"], fault.get("ctx", {})
+    if fault["loc"][-1] == "[key]":
+        return "property_name_above_max_length"
+    if (kind, context.get("field_type")) in LENGTH_CODES:
+        return LENGTH_CODES[kind, context["field_type"]]
+    code = CODES.get(kind, "invalid_type")
+    if code in ("below_min_value", "above_max_value"):
+        bound = next(context[name] for name in ("ge", "gt", "le", "lt") if name in context)
+        return f"{'decimal' if isinstance(bound, float) else 'integer'}_{code}"
+    return code
+
+
+def _path(location: list[int | str]) -> str:
+    """`messages[0].content`, as OpenAI writes it."""
+    path = str(location[0])
+    for part in location[1:]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path[:MAX_QUOTED]
+
+
+def _quoted(value: object) -> str:
+    """A short form of what the client sent: of lists and objects only their kind."""
+    if isinstance(value, (list, dict)):
+        return f"a {'list' if isinstance(value, list) else 'n object'} of {len(value)}".replace("a n", "an")
+    text = repr(value[: MAX_QUOTED + 1] if isinstance(value, str) else value)
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."

@@ -1,0 +1,66 @@
+"""Runs the gateway: HTTP on one side, the session with the scheduler on the other."""
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import uvicorn
+
+from services.gateway.app import create_app
+from services.gateway.openai.service import Gateway
+from services.gateway.scheduler_client import SchedulerClient
+from services.gateway.settings import GatewaySettings
+from shared.errors import LockstepError
+from shared.process import write_ports
+
+BACKLOG = 2048
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with signals left to shared.service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set and running answers have ended, or `drain_s` has passed."""
+    listener = _listen(settings.host, settings.port)
+    if settings.ports_file is not None:
+        write_ports(settings.ports_file, {"http": listener.getsockname()[1]})
+    scheduler = SchedulerClient(settings.scheduler, settings.max_requests, settings.max_unread_tokens)
+    with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
+        server = Server(
+            uvicorn.Config(
+                create_app(Gateway(settings, scheduler, threads)),
+                loop="none",  # shared.service has started uvloop
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=math.ceil(settings.drain_s),
+            )
+        )
+        async with asyncio.TaskGroup() as tasks:
+            session = tasks.create_task(scheduler.run())
+            http = tasks.create_task(server.serve(sockets=[listener]))
+            stopping = tasks.create_task(stop.wait())
+            await asyncio.wait((session, http, stopping), return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            await asyncio.wait((http,))
+            session.cancel()
+            stopping.cancel()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises LockstepError when the address cannot be had."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG)
+    except OSError as error:
+        raise LockstepError(f"port: cannot listen on {host}:{port}: {error}") from error

@@ -1,0 +1,29 @@
+"""Settings of the gateway."""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.settings import Settings
+
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]  # printable ASCII, no blanks
+
+
+class GatewaySettings(Settings):
+    """`LOCKSTEP_GATEWAY_*`, set by the chart or the launcher; read once, in `main`."""
+
+    model_config = SettingsConfigDict(env_prefix="LOCKSTEP_GATEWAY_")
+
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 lets the kernel pick.")
+    scheduler: str = Field("127.0.0.1:7100", min_length=1, description="The scheduler's host:port.")
+    served_model_name: list[Name] = Field(
+        min_length=1, max_length=32, description="A name that clients may ask for; repeat it for aliases. The first is the default."
+    )
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="A larger request body is answered 413.")
+    max_requests: int = Field(1024, ge=1, description="Prompts in work at a time in this process; more are answered 429.")
+    max_unread_tokens: int = Field(16_384, ge=1, description="A client that leaves this many tokens unread loses its request.")
+    tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenise prompts.")
+    keep_alive_s: float = Field(15.0, gt=0, description="A stream that is silent for this long gets a comment frame.")
+    timeout_s: float = Field(600.0, gt=0, description="A request that takes longer is ended with an error.")
+    drain_s: float = Field(30.0, ge=0, description="How long running answers may go on after a signal to stop.")

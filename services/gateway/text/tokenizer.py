@@ -1,0 +1,131 @@
+"""Text to token ids and back, with the model's own tokenizer files.
+
+What a user writes never becomes a control token: a chat template is rendered with marks around every control token that a user typed, and
+those are encoded by a second tokenizer that does not know control tokens. Without any, the whole prompt is encoded at once, as
+`transformers` does. `transformers` has such a guard too (`sanitize_control_tokens`), but it switches the one shared tokenizer back and
+forth, which is unsafe between threads, and drops two characters from the text.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.text.detokenizer import Detokenizer
+from shared.errors import ConfigError
+
+PRIVATE_USE = range(0xF0000, 0xFFFFE)  # plane 15: no case, no blanks, nothing that a template looks for
+MARK_CHARACTERS = 8  # of 16 bits each, drawn anew for each request: no user can guess a mark
+
+
+class Marks(NamedTuple):
+    """What stands before and after a control token that a user typed."""
+
+    before: str
+    after: str
+
+    @classmethod
+    def draw(cls) -> "Marks":
+        """New random marks."""
+        before, after = ("".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(MARK_CHARACTERS)) for _ in range(2))
+        return cls(before, after)
+
+
+class TextTokenizer:
+    """The tokenizer of one model. Encoding takes a thread's time, not the event loop's; all methods may be called from any thread."""
+
+    def __init__(self, folder: Path, max_length: int) -> None:
+        """Reads the tokenizer's files; prompts are bounded by `max_length` tokens. Raises ConfigError when the files are unusable."""
+        try:
+            self.transformers = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"the model's tokenizer files cannot be loaded: {error}") from error
+        self._tokenizer: Tokenizer = self.transformers.backend_tokenizer
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        added = self.transformers.added_tokens_decoder
+        template = self.chat_template or ""
+        # An added token that is not special is a control token if the template writes it, as with <tool_call>.
+        control = {str(each): id_ for id_, each in added.items() if each.special or (str(each) in template and not str(each).isspace())}
+        longest_first = sorted(filter(None, control), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) matches nothing
+        self._control_ids = frozenset(control.values())
+        self._hidden_ids = frozenset(id_ for id_, each in added.items() if each.special)
+        self._plain = _without_added_tokens(self._tokenizer, control)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._known_ids = max(vocabulary.values()) + 1
+        self._max_bytes = max_length * max(len(token.encode()) for token in vocabulary)
+        self._newline = self._encode("\n")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the default template, None if the model has none."""
+        template = self.transformers.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return template or None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a plain prompt, with what the tokenizer adds at the ends (BOS, where it does), once. Raises InvalidRequest."""
+        self.check_size(text, "prompt")
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+    def encode_chat(self, rendered: str, marks: Marks) -> list[int]:
+        """Ids of a rendered chat, whose template wrote all control tokens that are not between marks."""
+        pieces = re.split(f"{marks.before}({self._control.pattern}){marks.after}|{marks.before}|{marks.after}", rendered)
+        ids = self._encode(pieces[0])
+        for index, piece in enumerate(pieces[1:], start=1):
+            if piece:  # None stands for a mark that the template has parted from its token
+                ids += self._continue(self._encode_as_text if index % 2 else self._encode, piece)
+        return ids
+
+    def mark(self, value: Any, marks: Marks) -> Any:
+        """`value`, of JSON types, with marks around every control token in its strings."""
+        if isinstance(value, str):
+            return self._control.sub(lambda match: f"{marks.before}{match[0]}{marks.after}", value)
+        if isinstance(value, dict):
+            return {key: self.mark(each, marks) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.mark(each, marks) for each in value]
+        return value
+
+    def check_size(self, text: str, param: str) -> None:
+        """Raises InvalidRequest for a text that would not fit even if every token were the longest one."""
+        size = len(text.encode())
+        if size > self._max_bytes:
+            raise InvalidRequest(f"a prompt of {size} bytes is longer than this model's context", param, "context_length_exceeded")
+
+    def detokenizer(self) -> Detokenizer:
+        """A new one, for one answer."""
+        return Detokenizer(self._tokenizer, lambda id_: id_ < self._known_ids and id_ not in self._hidden_ids)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        """Ids without any control token. A vocabulary may hold one as a piece, which the model's merges still yield: then in two parts."""
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        if len(text) > 1 and not self._control_ids.isdisjoint(ids):
+            return self._encode_as_text(text[:1]) + self._encode_as_text(text[1:])
+        return ids
+
+    def _continue(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        """Ids of a text that does not begin the prompt: after a line break, SentencePiece adds no blank in front."""
+        ids = encode(f"\n{text}")
+        if ids[: len(self._newline)] == self._newline:
+            return ids[len(self._newline) :]
+        return encode(text)
+
+
+def _without_added_tokens(tokenizer: Tokenizer, contents: dict[str, int]) -> Tokenizer:
+    """A copy that encodes the given added tokens as any text."""
+    definition = json.loads(tokenizer.to_str())
+    definition["added_tokens"] = [each for each in definition["added_tokens"] if each["content"] not in contents]
+    definition["post_processor"] = None
+    return Tokenizer.from_str(json.dumps(definition))

@@ -1,0 +1,176 @@
+"""The remote side of a gateway's session: a gRPC server that plays given token ids instead of scheduling anything."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from shared import rpc
+from shared.protocol import files
+from shared.protocol.files import ModelFile
+from shared.protocol.generation_pb2 import (
+    Cancel,
+    Finished,
+    FinishReason,
+    GenerationDescribeResponse,
+    GenerationFilesResponse,
+    GenerationSessionRequest,
+    GenerationSessionResponse,
+    Rejected,
+    RejectReason,
+    SessionHeartbeat,
+    SessionHello,
+    SessionWelcome,
+    Submit,
+    TokenBatch,
+    Tokens,
+)
+from shared.protocol.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+from shared.protocol.plan import ids_from_bytes, ids_to_bytes
+
+Outbox = rpc.Outbox[GenerationSessionResponse]
+STOP, LENGTH, ERROR = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH, FinishReason.FINISH_REASON_ERROR
+
+
+@dataclass
+class Script:
+    """What one request gets: ids step by step, an Event being waited for, then the end. Cut at the request's max_tokens."""
+
+    steps: Iterable[Sequence[int] | asyncio.Event] = ()
+    reason: FinishReason = STOP
+    step_s: float = 0.0
+    cached_tokens: int = 0
+    detail: str = ""
+    lost_tokens: int = 0  # that the end counts and that never came
+    index_shift: int = 0  # added to the first index of every step but the first
+    finishes_apart: bool = False  # the end in a message of its own
+    rejected: RejectReason | None = None
+    retry_after_ms: int = 0
+
+
+@dataclass
+class ScriptedScheduler(GenerationServicer):
+    """`script` says what a request gets; what the gateway sends is kept."""
+
+    folder: Path
+    vocab_size: int = 384
+    max_length: int = 256
+    eos_ids: Sequence[int] = (2,)
+    epoch: int = 1
+    fingerprint: str = "f" * 64
+    ready: bool = True
+    script: Callable[[Submit], Script] = lambda submit: Script()
+    submits: list[Submit] = field(default_factory=list)
+    cancels: list[Cancel] = field(default_factory=list)
+    hellos: list[SessionHello] = field(default_factory=list)
+    files_calls: int = 0
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        self._server: grpc.aio.Server | None = None
+        self._outboxes: list[Outbox] = []
+        self._silent = False
+
+    async def start(self) -> None:
+        """Listens, on the same port as before if there was one."""
+        self._silent = False
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        add_GenerationServicer_to_server(self, self._server)
+        self.port = await rpc.start_server(self._server, "127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        """Dies: all sessions break."""
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    def fall_silent(self) -> None:
+        """Sends nothing any more, as a machine that hangs."""
+        self._silent = True
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [ids_from_bytes(submit.prompt_ids).tolist() for submit in self.submits]
+
+    async def Describe(self, request, context):
+        if not self.ready:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no worker group is ready")
+        return GenerationDescribeResponse(
+            protocol_version=rpc.PROTOCOL_VERSION,
+            fingerprint=self.fingerprint,
+            epoch=self.epoch,
+            vocab_size=self.vocab_size,
+            max_length=self.max_length,
+            eos_ids=self.eos_ids,
+        )
+
+    async def Files(self, request, context):
+        self.files_calls += 1
+        for message in files.messages([ModelFile(path.name, path.read_bytes()) for path in self.folder.iterdir()], GenerationFilesResponse):
+            yield message
+
+    async def Session(self, request_iterator, context):
+        outbox: Outbox = rpc.Outbox(lambda: GenerationSessionResponse(heartbeat=SessionHeartbeat()))
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        try:
+            async for message in outbox:
+                if self._silent:
+                    await asyncio.Event().wait()
+                yield message
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[GenerationSessionRequest], outbox: Outbox) -> None:
+        players: dict[int, asyncio.Task[None]] = {}
+        with contextlib.ExitStack() as cleanup:
+            async for request in requests:
+                if request.HasField("hello"):
+                    self.hellos.append(request.hello)
+                    welcome = SessionWelcome(protocol_version=rpc.PROTOCOL_VERSION, epoch=self.epoch)
+                    outbox.put(GenerationSessionResponse(welcome=welcome))
+                elif request.HasField("submit"):
+                    self.submits.append(request.submit)
+                    players[request.submit.request] = asyncio.create_task(self._play(request.submit, outbox))
+                    cleanup.callback(players[request.submit.request].cancel)
+                elif request.HasField("cancel"):
+                    self.cancels.append(request.cancel)
+                    players[request.cancel.request].cancel()
+
+    async def _play(self, submit: Submit, outbox: Outbox) -> None:
+        script = self.script(submit)
+        name = {"request": submit.request, "attempt": submit.attempt}
+        if script.rejected is not None:
+            rejected = Rejected(**name, reason=script.rejected, detail=script.detail, retry_after_ms=script.retry_after_ms)
+            outbox.put(GenerationSessionResponse(batch=TokenBatch(rejected=[rejected])))
+            return
+        length, reason, batch = 0, script.reason, TokenBatch()
+        for step in script.steps:
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+                continue
+            await asyncio.sleep(script.step_s)
+            ids = list(step)[: submit.max_tokens - length]
+            index = length + (script.index_shift if length else 0)
+            batch = TokenBatch(tokens=[Tokens(**name, first_index=index, ids=ids_to_bytes(ids))])
+            length += len(ids)
+            if length == submit.max_tokens:
+                is_eos = ids[-1] in self.eos_ids and not submit.ignore_eos
+                reason = STOP if is_eos else LENGTH
+                break
+            outbox.put(GenerationSessionResponse(batch=batch))
+            batch = TokenBatch()
+        finished = Finished(
+            **name,
+            reason=reason,
+            completion_tokens=length + script.lost_tokens,
+            cached_tokens=script.cached_tokens,
+            detail=script.detail,
+        )
+        if script.finishes_apart and batch.tokens:
+            outbox.put(GenerationSessionResponse(batch=batch))
+            batch = TokenBatch()
+        batch.finished.append(finished)
+        outbox.put(GenerationSessionResponse(batch=batch))
