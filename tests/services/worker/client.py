@@ -1,0 +1,108 @@
+"""A worker process, and a scheduler's end of its streams, for tests."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+
+from shared.protocol import execution_pb2 as pb
+from shared.protocol.execution_pb2_grpc import ExecutionStub
+from shared.protocol.plan import Plan, encode
+from shared.rpc import PROTOCOL_VERSION, Outbox, channel, received
+
+
+class Worker:
+    """`python -m services.worker` on a port that the kernel picks."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.ports_file, self.log_file = folder / "ports.json", folder / "log"
+        command = [sys.executable, "-m", "services.worker", "--port", "0", "--ports-file", str(self.ports_file), *arguments]
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def last_line(self) -> str:
+        return self.log.strip().splitlines()[-1]
+
+    def ranks(self) -> list[psutil.Process]:
+        """In rank order."""
+        return sorted(psutil.Process(self.process.pid).children(), key=lambda rank: json.loads(rank.cmdline()[-1])["rank"])
+
+    async def ready(self) -> ExecutionStub:
+        """A stub of the worker, once its group is ready."""
+        async with asyncio.timeout(60):
+            while not self.ports_file.exists():
+                assert self.process.poll() is None, self.log
+                await asyncio.sleep(0.02)
+            stub = ExecutionStub(grpc.aio.insecure_channel(f"127.0.0.1:{self.port}"))
+            while not (await describe(stub)).ready:
+                await asyncio.sleep(0.02)
+        return stub
+
+    @property
+    def port(self) -> int:
+        return int(json.loads(self.ports_file.read_text())["grpc"])
+
+    async def ended(self, within_s: float) -> int:
+        """The exit status, once the process and all of its ranks are gone."""
+        return await asyncio.to_thread(self.process.wait, within_s)
+
+
+@contextlib.contextmanager
+def worker(folder: Path, *arguments: str) -> Iterator[Worker]:
+    running = Worker(folder, *arguments)
+    try:
+        yield running
+    finally:
+        running.process.terminate()
+        running.process.wait(10)
+        print(running.log)
+
+
+async def describe(stub: ExecutionStub) -> pb.WorkerGroup:
+    response = await stub.Describe(pb.ExecutionDescribeRequest(protocol_version=PROTOCOL_VERSION))
+    (group,) = response.groups
+    return group
+
+
+class Execution:
+    """An Execute stream after its welcome."""
+
+    def __init__(self, outbox: Outbox[pb.ExecutionExecuteRequest], incoming: AsyncIterator[pb.ExecutionExecuteResponse]) -> None:
+        self.outbox, self.incoming = outbox, incoming
+        self.welcome = pb.ExecuteWelcome()
+
+    def send(self, plan: Plan | bytes) -> None:
+        self.outbox.put(pb.ExecutionExecuteRequest(plan=plan if isinstance(plan, bytes) else encode(plan)))
+
+    async def result(self) -> pb.PlanResult:
+        async for message in self.incoming:
+            if message.WhichOneof("message") == "result":
+                return message.result
+        raise AssertionError("the stream has ended")
+
+
+@contextlib.asynccontextmanager
+async def execution(port: int, epoch: int = 1, stream: int = 1, group: str = "group-0") -> AsyncIterator[Execution]:
+    """Says hello and waits for the welcome, on a connection of its own."""
+    async with channel(f"127.0.0.1:{port}") as opened:
+        outbox: Outbox[pb.ExecutionExecuteRequest] = Outbox(lambda: pb.ExecutionExecuteRequest(heartbeat=pb.ExecuteHeartbeat()))
+        hello = pb.ExecuteHello(protocol_version=PROTOCOL_VERSION, group=group, epoch=epoch, stream=stream)
+        outbox.put(pb.ExecutionExecuteRequest(hello=hello))
+        opened_stream = Execution(outbox, received(ExecutionStub(opened).Execute(aiter(outbox)), "the worker"))
+        async for message in opened_stream.incoming:
+            if message.WhichOneof("message") == "welcome":
+                opened_stream.welcome = message.welcome
+                break
+        yield opened_stream
