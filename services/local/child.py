@@ -1,0 +1,104 @@
+"""A service as a child process: its output in a file, its warnings on the terminal, and an end that leaves nobody behind."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+RECORD = re.compile(r"\S+ \[(?P<level>\w+) *\] (?P<text>.*)")  # as shared/logging.py renders it
+QUIET_LEVELS = frozenset({"debug", "info"})
+MAX_LINE_BYTES = 1 << 20
+PORTS_EVERY_S = 0.02
+LAST_OUTPUT_S = 1.0  # for what is left in the pipe of an ended child
+
+
+class Child:
+    """`python -m services.NAME`, in a session of its own: Ctrl-C on the terminal reaches the launcher alone.
+
+    The child asks the kernel for SIGTERM when this process dies (`--parent-pid`), and so must be started from the main thread.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], logs: Path, *, forward_all: bool) -> None:
+        self.name = name
+        self._arguments = arguments
+        self._log_path = logs / f"{name}.log"
+        self._ports_path = logs / f"{name}-ports.json"
+        self._forward_all = forward_all
+        self._last_line, self._last_line_was_shown = "", False
+
+    async def start(self) -> None:
+        self._ports_path.unlink(missing_ok=True)  # of the run before
+        common = ["--ports-file", str(self._ports_path), "--parent-pid", str(os.getpid())]
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", f"services.{self.name}", *common, *self._arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,
+            # A folder `services` where the user happens to be is not ours.
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+        )
+        self.ended = asyncio.create_task(self.process.wait())
+        self._follower = asyncio.create_task(self._follow())
+
+    async def port(self) -> int:
+        """The port that it has bound, once it has."""
+        while not self._ports_path.exists():
+            await asyncio.sleep(PORTS_EVERY_S)
+        (port,) = json.loads(self._ports_path.read_text()).values()
+        return int(port)
+
+    async def stop(self, within_s: float, hurry: asyncio.Event) -> None:
+        """Ends the child: SIGTERM, and SIGKILL to it and its own children after `within_s`, or at once on `hurry`."""
+        if not self.ended.done():
+            self.process.terminate()
+            hurried = asyncio.create_task(hurry.wait())
+            await asyncio.wait((self.ended, hurried), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+        if not self.ended.done():
+            why = "you are in a hurry" if hurry.is_set() else f"it did not stop within {within_s:g} s"
+            logger.warning("killing the %s: %s", self.name, why)
+            os.killpg(self.process.pid, signal.SIGKILL)
+            await self.ended
+        await self.last_words()
+
+    async def last_words(self) -> str:
+        """The last line that it logged, when the terminal has not shown it."""
+        with contextlib.suppress(TimeoutError):  # somebody who outlives it holds the pipe
+            await asyncio.wait_for(self._follower, LAST_OUTPUT_S)
+        return "" if self._last_line_was_shown else self._last_line
+
+    def how_it_ended(self) -> str:
+        status = self.ended.result()
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    async def _follow(self) -> None:
+        """Copies the output to the log file, and to the terminal what somebody should see."""
+        assert self.process.stdout is not None
+        with self._log_path.open("wb", buffering=0) as log:
+            while True:
+                try:
+                    line = await self.process.stdout.readline()
+                except ValueError:
+                    line = f"(a line of more than {MAX_LINE_BYTES} bytes was dropped)\n".encode()
+                if not line:
+                    return
+                log.write(line)
+                self._show(line.decode(errors="replace").rstrip())
+
+    def _show(self, line: str) -> None:
+        record = RECORD.match(line)
+        level, text = record.group("level", "text") if record else ("warning", line)  # not a record: something broke
+        self._last_line = text.removesuffix(f" service={self.name}")
+        self._last_line_was_shown = self._forward_all or level not in QUIET_LEVELS
+        if self._last_line_was_shown:
+            logger.log(logging.getLevelNamesMapping()[level.upper()], "%s: %s", self.name, self._last_line)

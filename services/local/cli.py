@@ -1,0 +1,101 @@
+"""The `lockstep` command."""
+
+import asyncio
+import importlib.metadata
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from services.local.launcher import ChildEnded, Launcher, Options
+from shared.errors import ConfigError, LockstepError
+
+app = typer.Typer(name="lockstep", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+logger = logging.getLogger("lockstep")
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(importlib.metadata.version("lockstep"))
+        raise typer.Exit
+
+
+@app.callback()
+def lockstep(
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Lockstep serves large language models behind an OpenAI-compatible endpoint."""
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None,
+        typer.Argument(exists=True, file_okay=False, help="Model folder in Hugging Face's layout; without it a small demo model."),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that clients ask for; repeat it for aliases. Default: the folder's name.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompt and completion together. Default: what the model allows.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.")
+    ] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, max=64, help="Ranks: one GPU, or one share of the CPUs, each.")] = 1,
+    host: Annotated[str, typer.Option(help="Address of the gateway; worker and scheduler stay on the loopback.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free one.")] = 8000,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="debug: all logs on the terminal.")] = "info",
+    engine: Annotated[Literal["torch", "scripted"], typer.Option(hidden=True)] = "torch",
+    script: Annotated[Path | None, typer.Option(hidden=True, exists=True, dir_okay=False)] = None,
+) -> int:
+    """Serve a model on this machine until Ctrl-C: worker, scheduler and gateway, with their logs in .lockstep."""
+    worker = ["--dtype", dtype, "--tensor-parallel-size", str(tensor_parallel_size), "--engine", engine]
+    worker += ["--max-model-len", str(max_model_len)] if max_model_len is not None else []
+    worker += ["--script", str(script.absolute())] if script is not None else []
+    options = Options(
+        model=model.absolute() if model is not None else None,
+        served_model_names=tuple(served_model_name or ()),
+        host=host,
+        port=port,
+        log_level=log_level,
+        worker=tuple(worker),
+    )
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    logging.basicConfig(level="INFO", handlers=[_TerminalHandler(console)])
+    logging.getLogger("httpx").setLevel("WARNING")
+
+    async def run() -> None:
+        await Launcher(options, console).run()
+
+    try:
+        asyncio.run(run())
+    except LockstepError as error:
+        logger.error("%s", error)
+        return error.status if isinstance(error, ChildEnded) else 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+class _TerminalHandler(logging.Handler):
+    """Log lines above the progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        self._console.print(f"{level}{record.getMessage()}")
+
+
+def main() -> int:
+    """The exit status: 0 after a signal, 2 when something does not fit, with one line that names it, 1 for any other end."""
+    try:
+        status = app(standalone_mode=False)
+    except typer.TyperException as error:
+        print(f"lockstep: {error.format_message()}", file=sys.stderr)
+        return error.exit_code
+    return int(status or 0)

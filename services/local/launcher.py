@@ -1,0 +1,229 @@
+"""`lockstep serve`: worker, scheduler and gateway as child processes on this machine, from the first to the last of them.
+
+It restarts nothing: when one of the three ends, so do the others, and the launcher says which it was and why.
+"""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import httpx
+from rich.console import Console
+
+from services.local.child import Child
+from services.local.progress import StartupProgress
+from shared.errors import ConfigError, LockstepError
+from shared.protocol import execution_pb2 as pb
+from shared.protocol.execution_pb2_grpc import ExecutionStub
+from shared.rpc import PROTOCOL_VERSION, channel
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach what listens everywhere
+POLL_EVERY_S = 0.1
+POLL_TIMEOUT_S = 2.0
+DRAIN_S = 5.0  # for running answers, after a signal
+STOP_S = DRAIN_S + 3.0  # a service that has not stopped by then is killed
+# No worker will come back here, so requests wait only for the scheduler to be sure: their clients get the error while the gateway drains.
+GROUP_WAIT_S = 1.0
+
+
+class Stopped(LockstepError):
+    """Somebody asked us to stop: SIGINT or SIGTERM."""
+
+
+class ChildEnded(LockstepError):
+    """A service ended by itself; `status` is what the launcher should end with."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; `worker` are arguments passed on to it as they are."""
+
+    model: Path | None  # None: the demo model
+    served_model_names: tuple[str, ...]  # empty: the folder's name
+    host: str
+    port: int
+    log_level: str
+    worker: tuple[str, ...] = ()
+
+
+class Launcher:
+    def __init__(self, options: Options, console: Console) -> None:
+        self.options, self.console = options, console
+        self.children: list[Child] = []  # in the order of their start; stopped in the opposite one
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sign, self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+    async def run(self) -> None:
+        """Serves until a signal. Raises ConfigError at start, ChildEnded when a service ends by itself."""
+        options = self.options
+        port = free_port(options.host, options.port)
+        folder = Path(".lockstep").absolute()
+        run_file = folder / f"run-{port}.json"
+        run_file.unlink(missing_ok=True)  # of a launcher that was killed: the port is free
+        self.logs = folder / f"logs-{port}"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        if not is_loopback(options.host):
+            logger.warning("listening on %s: whoever reaches it can use it, there is no key", options.host)
+        try:
+            model = options.model or await self._demo_model()
+            names = options.served_model_names or (model.name,)
+            url = f"http://{at(ANYWHERE.get(options.host, options.host), port)}"
+            with StartupProgress(self.console) as progress:
+                ports = await self._start(model, names, port, progress)
+                await self._unless_over(self._until_loaded(ports["worker"], progress))
+                progress.show("waiting for the gateway")
+                await self._unless_over(until_healthy(url))
+            self._tell(run_file, model, names, ports, url)
+            await self._unless_over(asyncio.Event().wait())
+        except Stopped:
+            logger.info("stopping")
+        finally:
+            for child in reversed(self.children):
+                await child.stop(STOP_S, self.hurry)
+            run_file.unlink(missing_ok=True)
+
+    async def _start(self, model: Path, names: tuple[str, ...], port: int, progress: StartupProgress) -> dict[str, int]:
+        """Starts the three; returns their ports. Each needs the address of the one before."""
+        worker = ["--port", "0", "--model", str(model), *self.options.worker]
+        ports = {"worker": await self._start_child("worker", LOOPBACK, worker, progress)}
+        scheduler = ["--port", "0", "--worker", at(LOOPBACK, ports["worker"]), "--group-wait-s", f"{GROUP_WAIT_S:g}"]
+        ports["scheduler"] = await self._start_child("scheduler", LOOPBACK, scheduler, progress)
+        gateway = ["--port", str(port), "--scheduler", at(LOOPBACK, ports["scheduler"]), "--drain-s", f"{DRAIN_S:g}"]
+        gateway += [f"--served-model-name={name}" for name in names]
+        ports["gateway"] = await self._start_child("gateway", self.options.host, gateway, progress)
+        return ports
+
+    async def _start_child(self, name: str, host: str, arguments: list[str], progress: StartupProgress) -> int:
+        progress.show(f"starting the {name}")
+        level = self.options.log_level
+        child = Child(name, ["--host", host, "--log-level", level, *arguments], self.logs, forward_all=level == "debug")
+        await child.start()
+        self.children.append(child)
+        return await self._unless_over(child.port())
+
+    async def _until_loaded(self, port: int, progress: StartupProgress) -> None:
+        """Shows what the worker is doing until it is ready."""
+        async with channel(at(LOOPBACK, port)) as opened:
+            worker = ExecutionStub(opened)
+            while True:
+                request = pb.ExecutionDescribeRequest(protocol_version=PROTOCOL_VERSION)
+                try:
+                    answer = await worker.Describe(request, timeout=POLL_TIMEOUT_S)
+                except grpc.aio.AioRpcError as error:  # it is about to end, or busy
+                    logger.debug("worker: %s", error.details())
+                else:
+                    (group,) = answer.groups
+                    if group.ready:
+                        return
+                    progress.show(group.phase, group.progress)
+                await asyncio.sleep(POLL_EVERY_S)
+
+    async def _unless_over(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises Stopped after a signal and ChildEnded when a service ends first."""
+        task, stopping = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait((task, stopping, *(child.ended for child in self.children)), return_when=asyncio.FIRST_COMPLETED)
+            if self.stop.is_set():
+                raise Stopped
+            for child in self.children:
+                if child.ended.done():
+                    words = await child.last_words()
+                    after = f": its last line was '{words}'" if words else ""
+                    raise ChildEnded(
+                        f"the {child.name} {child.how_it_ended()}{after}; its log is in {self.logs}",
+                        status=2 if child.ended.result() == 2 else 1,
+                    )
+            return await task
+        finally:
+            task.cancel()
+            stopping.cancel()
+
+    async def _demo_model(self) -> Path:
+        """The folder of the demo model, fetched by a process of its own, whose bars go to our terminal."""
+        command = (sys.executable, "-m", "services.worker.weights.demo")
+        fetching = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+        try:
+            output, _ = await self._unless_over(fetching.communicate())
+        except Stopped:
+            os.killpg(fetching.pid, signal.SIGTERM)  # pip too
+            await fetching.wait()
+            raise
+        if fetching.returncode:
+            raise LockstepError("the demo model could not be had, see above; or give a model folder: lockstep serve MODEL")
+        return Path(output.decode().splitlines()[-1])
+
+    def _tell(self, run_file: Path, model: Path, names: tuple[str, ...], ports: dict[str, int], url: str) -> None:
+        """Tells other commands by the run file, and the user by the terminal, that all is ready."""
+        content = {
+            "url": url,
+            "model": str(model),
+            "served_model_names": names,
+            "ports": ports,
+            "pids": {"launcher": os.getpid()} | {child.name: child.process.pid for child in self.children},
+            "logs": str(self.logs),
+        }
+        temporary = run_file.with_suffix(".new")
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(run_file)  # in one step: a reader sees the whole file or none
+        body = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        self.console.print(
+            f"Lockstep is ready: {names[0]} at {url}/v1, logs in {self.logs}. Ctrl-C stops it. Try\n\n"
+            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+        )
+
+
+async def until_healthy(url: str) -> None:
+    """Returns once the gateway can serve."""
+    async with httpx.AsyncClient(timeout=POLL_TIMEOUT_S, trust_env=False) as client:
+        while True:
+            try:
+                if (await client.get(f"{url}/health")).is_success:
+                    return
+            except httpx.TransportError as error:
+                logger.debug("gateway: %s", error)
+            await asyncio.sleep(POLL_EVERY_S)
+
+
+def at(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def free_port(host: str, port: int) -> int:
+    """The port, or one that the kernel picks for 0, if one could listen there now. Raises ConfigError if not."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(f"--port: cannot listen on {at(host, port)}: {error.strerror}; choose another with --port") from error
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
