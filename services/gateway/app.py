@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.errors import ClientGone, InvalidRequest, MethodNotAllowed, NotFound, RequestError
+from services.gateway.errors import ClientGone, InvalidRequest, MethodNotAllowed, NotFound, Overloaded, RequestError
+from services.gateway.generation import RETRY_AFTER_S
 from services.gateway.openai import chat, completions, models
 from services.gateway.openai.errors import error_response, status_of
 from services.gateway.openai.service import Gateway
@@ -34,7 +35,7 @@ def create_app(gateway: Gateway) -> "Edge":
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(HTTPException, routing_error)
-    return Edge(app)
+    return Edge(app, gateway.settings.max_requests)
 
 
 async def health(request: Request) -> dict[str, str]:
@@ -65,10 +66,12 @@ async def routing_error(request: Request, error: Exception) -> Response:
 
 
 class Edge:
-    """The outermost layer: gives each request its id, logs it in one line, and answers what nobody else caught."""
+    """The outermost layer: gives each request its id, bounds their number, logs each in one line, answers what nobody else caught."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, max_requests: int) -> None:
         self._app = app
+        self._max_requests = max_requests
+        self._running = 0  # POST requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,8 +90,14 @@ class Edge:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        work = int(scope["method"] == "POST")
+        self._running += work
         try:
+            if work and self._running > self._max_requests:
+                raise Overloaded("too many requests: try again later", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
             await self._app(scope, receive, send_with_id)
+        except Overloaded as error:
+            await error_response(error)(scope, receive, send_with_id)
         except ClientGone as error:
             logger.info("request %s: %s", request_id, error)
             status = CLIENT_CLOSED_REQUEST
@@ -96,14 +105,15 @@ class Edge:
             logger.exception("request %s failed", request_id)
             if not status:
                 await error_response(error)(scope, receive, send_with_id)
-        usage = state.get("usage")
-        logger.info(
-            "%s %s -> %d in %.3f s, %d + %d tokens, request %s",
-            scope["method"],
-            scope["path"][:200].encode("unicode_escape").decode(),
-            status,
-            time.monotonic() - begun,
-            usage.prompt_tokens if usage else 0,
-            usage.completion_tokens if usage else 0,
-            request_id,
-        )
+        finally:
+            self._running -= work
+            _log(scope, status, time.monotonic() - begun)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    """One line, with nothing in it that a client could shape: no text, and control characters escaped."""
+    usage, model = scope["state"].get("usage"), scope["state"].get("model")
+    tokens = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens of {model}" if usage else ""
+    path = scope["path"][:200].encode("unicode_escape").decode()
+    level = logging.INFO if scope["method"] == "POST" else logging.DEBUG  # probes come every few seconds
+    logger.log(level, "%s %s -> %d in %.3f s%s, request %s", scope["method"], path, status, seconds, tokens, scope["state"]["request_id"])

@@ -12,6 +12,7 @@ from shared.protocol.plan import PlanError, ids_from_bytes
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0  # where the scheduler does not say
+MAX_DETAIL = 200  # characters of the scheduler's words that a client gets
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Generation:
         if not self._closed:
             self._closed = True
             self._on_close(self, len(self.ids) if accepted_tokens is None else accepted_tokens)
+
+    def finish_at_once(self) -> None:
+        """The end of a request for no tokens."""
+        self.ending = Ending(stopped=False, cached_tokens=0)
+        self._wake.set()
 
     def fail(self, error: RequestError) -> None:
         """Ends the request with an error, unless it is over."""
@@ -123,9 +129,11 @@ def rejection(rejected: Rejected) -> RequestError:
     retry_after_s = rejected.retry_after_ms / 1000 or RETRY_AFTER_S
     match rejected.reason:
         case RejectReason.REJECT_REASON_TOO_LONG:
-            return InvalidRequest(rejected.detail or "the request is longer than can be served", code="context_length_exceeded")
+            return InvalidRequest(
+                rejected.detail[:MAX_DETAIL] or "the request is longer than can be served", code="context_length_exceeded"
+            )
         case RejectReason.REJECT_REASON_INVALID:
-            return InvalidRequest(rejected.detail or "the request is not valid")
+            return InvalidRequest(rejected.detail[:MAX_DETAIL] or "the request is not valid")
         case RejectReason.REJECT_REASON_OVERLOADED:
             return Overloaded("too many requests: try again later", code="rate_limit_exceeded", retry_after_s=retry_after_s)
         case RejectReason.REJECT_REASON_DEADLINE:

@@ -11,7 +11,7 @@ from contextlib import aclosing
 import grpc
 
 from services.gateway import model as models
-from services.gateway.errors import Overloaded, Unavailable
+from services.gateway.errors import Unavailable
 from services.gateway.generation import RETRY_AFTER_S, Generation
 from services.gateway.model import Model
 from shared import rpc
@@ -41,10 +41,9 @@ class SchedulerClient:
     All on one event loop: the reader of the session never waits for a request or for the writer.
     """
 
-    def __init__(self, target: str, max_requests: int, max_unread_tokens: int) -> None:
+    def __init__(self, target: str, max_unread_tokens: int) -> None:
         self.model: Model | None = None  # of the last session
         self._target = target
-        self._max_requests = max_requests
         self._max_unread_tokens = max_unread_tokens
         self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._highest_epoch = 0
@@ -60,20 +59,16 @@ class SchedulerClient:
             raise Unavailable("the service is starting or has lost its backend: try again later", retry_after_s=RETRY_AFTER_S)
         return self.model
 
-    @property
-    def live_requests(self) -> int:
-        """Requests that the scheduler works on for us."""
-        return len(self._generations)
-
     def submit(self, submit: Submit, wake: asyncio.Event) -> Generation:
-        """Sends the request, its number and attempt filled in; `wake` is set when it has news. Raises Unavailable or Overloaded."""
+        """Sends the request, its number and attempt filled in; `wake` is set when it has news. Raises Unavailable."""
         if self._outbox is None:
             raise Unavailable("the backend was lost: try again later", retry_after_s=RETRY_AFTER_S)
-        if len(self._generations) >= self._max_requests:
-            raise Overloaded("too many requests: try again later", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
         self._last_request += 1
         submit.request, submit.attempt = self._last_request, 1
         generation = Generation(submit, wake, self._max_unread_tokens, self._on_close)
+        if not submit.max_tokens:  # nothing to ask for
+            generation.finish_at_once()
+            return generation
         self._generations[generation.request] = generation
         self._outbox.put(GenerationSessionRequest(submit=submit))
         return generation

@@ -17,6 +17,7 @@ from shared.errors import LockstepError
 from shared.process import write_ports
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 75  # of an idle connection: longer than load balancers and clients keep one, so that they close first
 
 
 class Server(uvicorn.Server):
@@ -32,7 +33,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     listener = _listen(settings.host, settings.port)
     if settings.ports_file is not None:
         write_ports(settings.ports_file, {"http": listener.getsockname()[1]})
-    scheduler = SchedulerClient(settings.scheduler, settings.max_requests, settings.max_unread_tokens)
+    scheduler = SchedulerClient(settings.scheduler, settings.max_unread_tokens)
     with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
         server = Server(
             uvicorn.Config(
@@ -44,18 +45,25 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                log_level="warning",
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(settings.drain_s),
             )
         )
-        async with asyncio.TaskGroup() as tasks:
-            session = tasks.create_task(scheduler.run())
-            http = tasks.create_task(server.serve(sockets=[listener]))
-            stopping = tasks.create_task(stop.wait())
+        session = asyncio.create_task(scheduler.run())
+        http = asyncio.create_task(server.serve(sockets=[listener]))
+        stopping = asyncio.create_task(stop.wait())
+        try:
             await asyncio.wait((session, http, stopping), return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
-            await asyncio.wait((http,))
-            session.cancel()
-            stopping.cancel()
+            await http
+        finally:
+            for task in (session, http, stopping):
+                task.cancel()
+            results = await asyncio.gather(session, http, stopping, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):  # not a cancellation: what ended us
+                raise result
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -56,6 +56,8 @@ def _template_call(call: ToolCall) -> JSON:
 class ChatFormat:
     """Answers and chunks of chat completions."""
 
+    prompt_field = "messages"
+
     def __init__(self, body: ChatRequest, model: Model) -> None:
         self._include_usage = body.include_usage
         self._head = service.head("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body, model)

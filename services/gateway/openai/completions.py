@@ -41,6 +41,8 @@ def _encode(tokenizer: TextTokenizer, prompts: list[str] | list[list[int]]) -> l
 class CompletionFormat:
     """Answers and chunks of legacy completions: the same object name in both."""
 
+    prompt_field = "prompt"
+
     def __init__(self, body: CompletionRequest, model: Model) -> None:
         self._include_usage = body.include_usage
         self._head = service.head("cmpl", "text_completion", body, model)

@@ -8,11 +8,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.answer import Answer, Choice, Delta
-from services.gateway.errors import BodyTooLarge, InvalidRequest, ModelNotFound
+from services.gateway.errors import BodyTooLarge, ClientGone, InvalidRequest, ModelNotFound
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
 from services.gateway.openai.sse import EventStream, unless_client_leaves
@@ -23,6 +23,7 @@ from shared.protocol.plan import ids_to_bytes
 
 T = TypeVar("T")
 JSON = dict[str, Any]
+JSON_TYPE = "application/json"
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,29 @@ class Gateway:
 class Format(Protocol):
     """How an endpoint writes its answers."""
 
+    prompt_field: str
+
     def body(self, answer: Answer, texts: Sequence[str]) -> JSON: ...
 
     def chunks(self, deltas: AsyncIterator[Delta | None], answer: Answer) -> AsyncIterator[JSON | None]: ...
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, unless it is larger than `limit` bytes: then BodyTooLarge, as soon as that is known."""
+    """The whole body. Raises BodyTooLarge beyond `limit` bytes, as soon as that is known; InvalidRequest unless it says that it is JSON."""
+    kind = request.headers.get("content-type", JSON_TYPE).split(";")[0].strip().lower()
+    if kind != JSON_TYPE:
+        raise InvalidRequest(f"unsupported content type '{kind[:50]}': send {JSON_TYPE}")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
         raise BodyTooLarge(f"the body has {int(announced)} bytes, the limit is {limit}")
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise BodyTooLarge(f"the body has more than {limit} bytes")
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise BodyTooLarge(f"the body has more than {limit} bytes")
+    except ClientDisconnect as error:
+        raise ClientGone("the client left while it sent its request") from error
     return bytes(body)
 
 
@@ -112,6 +121,7 @@ def submits(
 
 async def respond(request: Request, body: GenerationRequest, model: Model, messages: Sequence[Submit], form: Format) -> Response:
     """Submits, and answers when it is clear that there is an answer: what goes wrong before that is an HTTP error."""
+    request.state.model = body.model
     answer = _submit(Gateway.of(request), body, model, messages)
     try:
         deltas = answer.deltas()
@@ -120,6 +130,9 @@ async def respond(request: Request, body: GenerationRequest, model: Model, messa
             request.state.usage = answer.usage
             return JSONResponse(form.body(answer, texts))
         first = await unless_client_leaves(request.receive, anext(deltas))
+    except InvalidRequest as error:  # the scheduler's refusals concern the prompt
+        error.param = error.param or form.prompt_field
+        raise
     except BaseException:
         answer.close()
         raise

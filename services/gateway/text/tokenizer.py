@@ -6,10 +6,11 @@ those are encoded by a second tokenizer that does not know control tokens. Witho
 forth, which is unsafe between threads, and drops two characters from the text.
 """
 
+import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.text.detokenizer import Detokenizer
 from shared.errors import ConfigError
 
-PRIVATE_USE = range(0xF0000, 0xFFFFE)  # plane 15: no case, no blanks, nothing that a template looks for
-MARK_CHARACTERS = 8  # of 16 bits each, drawn anew for each request: no user can guess a mark
+MARK_DIGITS = 24  # drawn anew for each request, so that no user can guess a mark
 
 
 class Marks(NamedTuple):
-    """What stands before and after a control token that a user typed."""
+    """What stands before and after a control token that a user typed: digits, which pass unchanged whatever a template does to text
+    (strip, change case, write as JSON or as a Python literal) unless that breaks the control token too.
+    """
 
     before: str
     after: str
@@ -33,7 +35,7 @@ class Marks(NamedTuple):
     @classmethod
     def draw(cls) -> "Marks":
         """New random marks."""
-        before, after = ("".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(MARK_CHARACTERS)) for _ in range(2))
+        before, after = (str(secrets.randbelow(9 * 10 ** (MARK_DIGITS - 1)) + 10 ** (MARK_DIGITS - 1)) for _ in range(2))
         return cls(before, after)
 
 
@@ -54,7 +56,8 @@ class TextTokenizer:
         # An added token that is not special is a control token if the template writes it, as with <tool_call>.
         control = {str(each): id_ for id_, each in added.items() if each.special or (str(each) in template and not str(each).isspace())}
         longest_first = sorted(filter(None, control), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) matches nothing
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"  # which matches nothing
+        self._control, self._control_at_end = re.compile(pattern), re.compile(f"(?:{pattern})\\Z")
         self._control_ids = frozenset(control.values())
         self._hidden_ids = frozenset(id_ for id_, each in added.items() if each.special)
         self._plain = _without_added_tokens(self._tokenizer, control)
@@ -78,11 +81,9 @@ class TextTokenizer:
 
     def encode_chat(self, rendered: str, marks: Marks) -> list[int]:
         """Ids of a rendered chat, whose template wrote all control tokens that are not between marks."""
-        pieces = re.split(f"{marks.before}({self._control.pattern}){marks.after}|{marks.before}|{marks.after}", rendered)
-        ids = self._encode(pieces[0])
-        for index, piece in enumerate(pieces[1:], start=1):
-            if piece:  # None stands for a mark that the template has parted from its token
-                ids += self._continue(self._encode_as_text if index % 2 else self._encode, piece)
+        ids: list[int] = []
+        for piece, as_text in self._pieces(rendered, marks):
+            ids += self._continue(self._encode_as_text if as_text else self._encode, piece, bool(ids))
         return ids
 
     def mark(self, value: Any, marks: Marks) -> Any:
@@ -90,7 +91,7 @@ class TextTokenizer:
         if isinstance(value, str):
             return self._control.sub(lambda match: f"{marks.before}{match[0]}{marks.after}", value)
         if isinstance(value, dict):
-            return {key: self.mark(each, marks) for key, each in value.items()}
+            return {self.mark(key, marks): self.mark(each, marks) for key, each in value.items()}
         if isinstance(value, list):
             return [self.mark(each, marks) for each in value]
         return value
@@ -105,6 +106,24 @@ class TextTokenizer:
         """A new one, for one answer."""
         return Detokenizer(self._tokenizer, lambda id_: id_ < self._known_ids and id_ not in self._hidden_ids)
 
+    def _pieces(self, rendered: str, marks: Marks) -> Iterator[tuple[str, bool]]:
+        """The rendered chat without its marks, in pieces; True for a control token that is plain text.
+
+        A template that cuts text may leave one mark of two, which is enough, or a mark without its token, which means nothing.
+        """
+        left = ""
+        parts = re.split(f"({marks.before}|{marks.after})", rendered)
+        for text, right in itertools.zip_longest(parts[::2], parts[1::2], fillvalue=""):
+            if left == marks.before and (match := self._control.match(text)):
+                yield match[0], True
+                yield text[match.end() :], False
+            elif right == marks.after and (match := self._control_at_end.search(text)):
+                yield text[: match.start()], False
+                yield match[0], True
+            else:
+                yield text, False
+            left = right
+
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -115,11 +134,14 @@ class TextTokenizer:
             return self._encode_as_text(text[:1]) + self._encode_as_text(text[1:])
         return ids
 
-    def _continue(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
-        """Ids of a text that does not begin the prompt: after a line break, SentencePiece adds no blank in front."""
-        ids = encode(f"\n{text}")
-        if ids[: len(self._newline)] == self._newline:
-            return ids[len(self._newline) :]
+    def _continue(self, encode: Callable[[str], list[int]], text: str, continues: bool) -> list[int]:
+        """Ids of a piece of the prompt. Where it continues others: encoded after a line break, so that SentencePiece adds no blank."""
+        if not text:
+            return []
+        if continues:
+            ids = encode(f"\n{text}")
+            if ids[: len(self._newline)] == self._newline:
+                return ids[len(self._newline) :]
         return encode(text)
 
 

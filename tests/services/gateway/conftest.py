@@ -17,6 +17,7 @@ from tests.services.gateway.scripted_scheduler import STOP, Script, ScriptedSche
 from tests.tiny import tiny_tokenizer
 
 EOS = 2
+ANY = "any"  # not tested
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
@@ -82,17 +83,17 @@ def events(raw: bytes) -> list[dict[str, Any]]:
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
 
 
-def assert_error(response: httpx.Response, status: int, param: str | None, code: str | None | type(...) = ...) -> dict[str, Any]:
+def assert_error(response: httpx.Response, status: int, param: str | None, code: str | None = ANY) -> dict[str, Any]:
     """The answer is OpenAI's error object of this content; returns it."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
     assert list(response.json()) == ["error"]
-    error = response.json()["error"]
+    error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     assert (error["type"], error["param"]) == (kind, param)
-    assert code is ... or error["code"] == code
+    assert code is ANY or error["code"] == code
     assert isinstance(error["message"], str)
     assert len(error["message"]) < 600
     return error
@@ -109,7 +110,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def start(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Awaitable[Stack]]]:
     """Starts a gateway with the given settings; keyword arguments `scheduler` go to the scripted scheduler."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    stop, running, stacks = asyncio.Event(), [], []
+    stop = asyncio.Event()
+    running: list[asyncio.Task[None]] = []
+    stacks: list[Stack] = []
 
     async def start_stack(scheduler: dict[str, Any] | None = None, wait: bool = True, **settings: Any) -> Stack:
         scripted = ScriptedScheduler(**{"folder": tokenizer_folder, **(scheduler or {})})

@@ -1,7 +1,5 @@
 """Streams of server-sent events, and that they say what the answer as a whole says."""
 
-
-
 from tests.services.gateway.conftest import Stack, events
 
 
