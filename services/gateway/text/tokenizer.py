@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,6 @@ class TextTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._known_ids = max(vocabulary.values()) + 1
         self._max_bytes = max_length * max(len(token.encode()) for token in vocabulary)
-        self._newline = self._encode("\n")
 
     @property
     def chat_template(self) -> str | None:
@@ -83,7 +82,8 @@ class TextTokenizer:
         """Ids of a rendered chat, whose template wrote all control tokens that are not between marks."""
         ids: list[int] = []
         for piece, as_text in self._pieces(rendered, marks):
-            ids += self._continue(self._encode_as_text if as_text else self._encode, piece, bool(ids))
+            encode = self._encode_as_text if as_text else self._encode
+            ids += encode(piece, continues=bool(ids))
         return ids
 
     def mark(self, value: Any, marks: Marks) -> Any:
@@ -124,25 +124,29 @@ class TextTokenizer:
                 yield text, False
             left = right
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def _encode(self, text: str, continues: bool) -> list[int]:
+        return _encode_piece(self._tokenizer, text, continues)
 
-    def _encode_as_text(self, text: str) -> list[int]:
-        """Ids without any control token. A vocabulary may hold one as a piece, which the model's merges still yield: then in two parts."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
-        if len(text) > 1 and not self._control_ids.isdisjoint(ids):
-            return self._encode_as_text(text[:1]) + self._encode_as_text(text[1:])
+    def _encode_as_text(self, text: str, continues: bool) -> list[int]:
+        """Ids without any control token. A vocabulary may hold one as a piece that its model finds in plain text: then by characters."""
+        ids = _encode_piece(self._plain, text, continues)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        characters = [_encode_piece(self._plain, character, continues or index > 0) for index, character in enumerate(text)]
+        return [id_ for ids in characters for id_ in ids]
+
+
+def _encode_piece(tokenizer: Tokenizer, text: str, continues: bool) -> list[int]:
+    """Ids of a piece of a prompt. Where it continues others: encoded after a line break, so that SentencePiece adds no blank."""
+    if not text:
+        return []
+    ids = tokenizer.encode(f"\n{text}" if continues else text, add_special_tokens=False).ids
+    if not continues:
         return ids
-
-    def _continue(self, encode: Callable[[str], list[int]], text: str, continues: bool) -> list[int]:
-        """Ids of a piece of the prompt. Where it continues others: encoded after a line break, so that SentencePiece adds no blank."""
-        if not text:
-            return []
-        if continues:
-            ids = encode(f"\n{text}")
-            if ids[: len(self._newline)] == self._newline:
-                return ids[len(self._newline) :]
-        return encode(text)
+    newline = tokenizer.encode("\n", add_special_tokens=False).ids
+    if ids[: len(newline)] == newline:
+        return ids[len(newline) :]
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _without_added_tokens(tokenizer: Tokenizer, contents: dict[str, int]) -> Tokenizer:
