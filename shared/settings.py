@@ -4,12 +4,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from shared.errors import ConfigError
+
+AdminPort = Annotated[int, Field(ge=0, le=65535, description="Port of /livez, /readyz and /metrics; 0 lets the kernel pick.")]
 
 
 class Settings(BaseSettings):
@@ -18,6 +20,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", cli_kebab_case=True, cli_exit_on_error=False, cli_avoid_json=True)
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
+    admin_port: AdminPort = 0  # each service has its own default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     ports_file: Path | None = Field(None, description="Write the ports that were bound to this file, as JSON.")

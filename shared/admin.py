@@ -1,0 +1,168 @@
+"""The admin port of a service: /livez, /readyz and /metrics, on threads that a starving event loop can neither fake nor block.
+
+/livez     200 while the service gets ahead: its event loop ticks, and what it waits for is not overdue. Busy is not dead.
+/readyz    200 while it can take work, else 503 with the reason.
+/metrics   Prometheus' text format, or OpenMetrics for those who accept it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from shared.errors import LockstepError
+from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+BEAT_EVERY_S = 0.25
+STALLED_S = 10.0  # an event loop that has not run for this long is stuck; a busy one comes round many times a second
+MAX_CONNECTIONS = 32  # beyond them the oldest is cut off, so that those who open and say nothing do not keep probes out
+SOCKET_TIMEOUT_S = 5.0
+STOP_POLL_S = 0.05  # how soon the server notices that it should stop
+
+Probe = Callable[[], str | None]  # None when all is well, else what is not; called from threads of the admin server
+
+
+class Heartbeat:
+    """Of an event loop: `beat` runs on it, whoever calls the heartbeat learns whether it still does."""
+
+    def __init__(self, stalled_s: float = STALLED_S) -> None:
+        self._stalled_s = stalled_s
+        self._at = time.monotonic()
+
+    async def beat(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._at = time.monotonic()
+            await asyncio.sleep(BEAT_EVERY_S)
+
+    def __call__(self) -> str | None:
+        silent_s = time.monotonic() - self._at
+        return f"the event loop has not run for {silent_s:.1f} s" if silent_s > self._stalled_s else None
+
+
+class AdminServer:
+    """Listens from the start, answers from `start` on."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, live: Sequence[Probe], ready: Probe) -> None:
+        """`live`: all must be well. Raises LockstepError when the port cannot be had; 0 lets the kernel pick."""
+        try:
+            self._server = _Server(host, port)
+        except OSError as error:
+            raise LockstepError(f"admin_port: cannot listen on {host}:{port}: {error}") from error
+        self._server.set_app(_application(registry, live, ready))
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(STOP_POLL_S,), name="admin", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns once nobody listens any more."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@contextlib.asynccontextmanager
+async def admin(settings: Settings, registry: CollectorRegistry, ready: Probe, progress: Probe | None = None) -> AsyncIterator[int]:
+    """Answers on `admin_port` while the block runs, and yields the port.
+
+    progress: what else than the event loop must get ahead. Raises LockstepError when the port cannot be had.
+    """
+    heartbeat = Heartbeat()
+    server = AdminServer(settings.host, settings.admin_port, registry, (heartbeat, progress) if progress else (heartbeat,), ready)
+    beating = asyncio.create_task(heartbeat.beat())
+    server.start()
+    try:
+        yield server.port
+    finally:
+        beating.cancel()
+        await asyncio.to_thread(server.stop)
+
+
+def _application(registry: CollectorRegistry, live: Sequence[Probe], ready: Probe) -> Callable[..., Iterable[bytes]]:
+    """The WSGI application."""
+    metrics = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "GET":
+            return text("405 Method Not Allowed", "only GET\n", start_response)
+        match environ["PATH_INFO"]:
+            case "/metrics":
+                return metrics(environ, start_response)  # type: ignore[no-any-return]
+            case "/livez":
+                return probe(live, start_response)
+            case "/readyz":
+                return probe((ready,), start_response)
+            case _:
+                return text("404 Not Found", "/livez, /readyz or /metrics\n", start_response)
+
+    def probe(probes: Sequence[Probe], start_response: Callable[..., object]) -> Iterable[bytes]:
+        reasons = [reason for reason in (each() for each in probes) if reason is not None]
+        if reasons:
+            return text("503 Service Unavailable", "; ".join(reasons) + "\n", start_response)
+        return text("200 OK", "ok\n", start_response)
+
+    def text(status: str, body: str, start_response: Callable[..., object]) -> Iterable[bytes]:
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")])
+        return [body.encode()]
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
+        try:
+            return answer(environ, start_response)
+        except Exception:  # the edge: what a caller sends, or a defect, costs one answer
+            logger.exception("admin port: %s failed", environ["PATH_INFO"])
+            return text("500 Internal Server Error", "this failed; the log says why\n", start_response)
+
+    return guarded
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SOCKET_TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug("admin port: " + format, *args)  # probes and scrapes come every few seconds
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._open: dict[socket.socket, None] = {}  # oldest first
+        self._lock = threading.Lock()
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # not HTTPServer's, which asks a name server for the host's name
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):  # the other side may have closed it
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.debug("admin port: a connection of %s broke", client_address, exc_info=True)
