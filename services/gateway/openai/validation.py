@@ -33,9 +33,9 @@ LENGTH_CODES = {  # by pydantic's error type and kind of container
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
     "logit_bias": ({},),
     "logprobs": (None, False),
     "top_logprobs": (0,),
@@ -108,7 +108,7 @@ def _check_common(body: GenerationRequest) -> None:
 def _refuse_unsupported(body: GenerationRequest) -> None:
     for field, neutral in NEUTRAL.items():
         value = getattr(body, field, neutral[0])
-        if value not in neutral:
+        if not any(type(value) is type(each) and value == each for each in neutral):  # 0 logprobs are not False
             raise InvalidRequest(f"{field}={_quoted(value)} is not supported", field, "unsupported_value")
 
 

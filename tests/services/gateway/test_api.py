@@ -1,0 +1,249 @@
+"""What clients may send and what comes back."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from shared.protocol.plan import ids_from_bytes
+from tests.services.gateway.conftest import EOS, Stack, events
+from tests.services.gateway.scripted_scheduler import Script
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def test_api_01_unknown_keys_are_ignored(stack: Stack) -> None:
+    stack.says("hello")
+    message = {"role": "user", "content": "hi", "id": 7, "opts": {"a": 1}, "name": "a b"}
+    response = await stack.chat(foo=1, messages=[message], chat_template="{{ x }}", rid="1", request_id="2", priority=3, tenant="t")
+    assert response.status_code == 200
+    await stack.chat()
+    first, second = stack.scheduler.submits
+    assert first.prompt_ids == second.prompt_ids
+    assert not first.HasField("priority")
+    assert not first.HasField("tenant")
+
+
+async def test_api_03_one_json_object(stack: Stack) -> None:
+    stack.says("hello", cached_tokens=3)
+    for fields in ({}, {"stream": False}):
+        response = await stack.chat(**fields)
+        assert response.headers["content-type"] == "application/json"
+        body = response.json()
+        assert body.keys() == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+        assert (body["object"], body["model"], type(body["created"])) == ("chat.completion", "tiny", int)
+        assert body["id"].startswith("chatcmpl-")
+        message = {"role": "assistant", "content": "hello", "refusal": None}
+        assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+        prompt, completion = len(stack.scheduler.prompts[0]), len(stack.encode("hello")) + 1
+        assert body["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": 3},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+async def test_api_04_max_completion_tokens(stack: Stack) -> None:
+    stack.plays(*([5] for _ in range(100)))
+    for fields in ({"max_completion_tokens": 3}, {"max_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}):
+        body = (await stack.chat(**fields)).json()
+        assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (3, "length")
+
+
+async def test_api_06_the_name_asked_for(stack: Stack) -> None:
+    stack.says("x")
+    for name in ("tiny", "org/tiny"):
+        assert (await stack.chat(model=name)).json()["model"] == name
+        assert {chunk["model"] for chunk in await stack.chat_events(model=name)} == {name}
+
+
+async def test_api_07_models(stack: Stack) -> None:
+    listed = (await stack.http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert [card["id"] for card in listed["data"]] == ["tiny", "org/tiny"]
+    for path in ("org/tiny", "org%2Ftiny"):
+        card = (await stack.http.get(f"/v1/models/{path}")).json()
+        assert (card["id"], card["object"], type(card["created"]), type(card["owned_by"])) == ("org/tiny", "model", int, str)
+
+
+async def test_api_12_fields_without_effect(stack: Stack) -> None:
+    stack.says("x")
+    taken = {
+        "user": "u",
+        "store": True,
+        "metadata": {"a": "b"},
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "parallel_tool_calls": True,
+    }
+    neutral = {
+        "n": 1,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+        "functions": [],
+        "stop": [],
+        "repetition_penalty": 1,
+    }
+    nulls = dict.fromkeys((*taken, *neutral, "tools", "max_tokens", "seed", "temperature", "stream", "stream_options", "top_k"))
+    for fields in (taken, neutral, nulls):
+        assert (await stack.chat(**fields)).status_code == 200, fields
+    legacy = {"best_of": 1, "suffix": "", "echo": False, "n": 1}
+    for fields in (legacy, dict.fromkeys((*legacy, "logprobs", "max_tokens"))):
+        assert (await stack.complete(**fields)).status_code == 200, fields
+
+
+async def test_api_13_legacy(stack: Stack) -> None:
+    stack.plays(*([5] for _ in range(100)))
+    whole = (await stack.complete()).json()
+    chunks = events((await stack.complete(stream=True)).content)
+    assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (16, "length")
+    assert whole["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
+    for each in (whole, *chunks):
+        assert each["object"] == "text_completion"
+        assert each["id"].startswith("cmpl-")
+
+
+async def test_legacy_prompts(stack: Stack) -> None:
+    stack.says("x")
+    hi, bye = stack.encode("hi"), stack.encode("good bye")
+    for prompt, expected in (("hi", [hi]), (["hi", "good bye"], [hi, bye]), ([5, 6], [[5, 6]]), ([[5, 6], [7]], [[5, 6], [7]])):
+        stack.scheduler.submits.clear()
+        body = (await stack.complete(prompt=prompt)).json()
+        assert stack.scheduler.prompts == expected
+        assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
+        assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+async def test_several_prompts_in_one_stream(stack: Stack) -> None:
+    texts = ["hello", "good bye"]
+
+    def script(submit: Any) -> Script:
+        text = texts[ids_from_bytes(submit.prompt_ids)[0] - 5]
+        return Script([*([each] for each in stack.encode(text)), [EOS]], step_s=0.005)
+
+    stack.scheduler.script = script
+    body = {"prompt": [[5], [6]], "stream_options": {"include_usage": True}}
+    chunks = events((await stack.complete(stream=True, **body)).content)
+    assert chunks[-1]["choices"] == []
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    for index, text in enumerate(texts):
+        own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == text
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop"]
+    assert chunks[-1]["usage"] == (await stack.complete(prompt=[[5], [6]])).json()["usage"]
+
+
+async def test_max_tokens_0_asks_for_nothing(stack: Stack) -> None:
+    for stream in (False, True):
+        response = await stack.complete(max_tokens=0, stream=stream)
+        choice = (events(response.content)[0] if stream else response.json())["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("", "length")
+    assert response.status_code == 200
+    assert not stack.scheduler.submits
+
+
+async def test_smp_01_zero_is_a_value(stack: Stack) -> None:
+    stack.says("x")
+    await stack.chat(temperature=0, top_p=0, seed=0, top_k=0, min_p=0, min_tokens=0)
+    sampling = stack.scheduler.submits[0].sampling
+    for field in ("temperature", "top_p", "seed"):
+        assert sampling.HasField(field)
+        assert getattr(sampling, field) == 0
+
+
+async def test_sampling_reaches_the_scheduler(stack: Stack) -> None:
+    stack.says("x")
+    fields = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": -(2**63), "min_tokens": 2, "max_tokens": 9}
+    await stack.chat(**fields, ignore_eos=True, stop_token_ids=[7, 8])
+    await stack.chat()
+    await stack.chat()
+    given, plain, other = stack.scheduler.submits
+    assert [getattr(given.sampling, field) for field in ("temperature", "top_p", "top_k", "min_p", "seed")] == [
+        0.5,
+        0.25,
+        7,
+        0.125,
+        -(2**63),
+    ]
+    assert (given.max_tokens, given.min_tokens, given.ignore_eos) == (9, 2, True)
+    assert ids_from_bytes(given.stop_token_ids).tolist() == [7, 8]
+    assert (plain.sampling.temperature, plain.sampling.top_p, plain.sampling.HasField("top_k")) == (1, 1, False)
+    assert plain.sampling.seed != other.sampling.seed
+    assert 0 < plain.deadline_ms <= 600_000
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 1e-4, 1e-8, 1e-30, 1e-300])
+async def test_smp_04_small_temperatures(stack: Stack, temperature: float) -> None:
+    stack.says("x")
+    assert (await stack.chat(temperature=temperature)).status_code == 200
+
+
+async def test_stp_07_default_length(stack: Stack) -> None:
+    stack.plays(*([5] for _ in range(300)))
+    usage = (await stack.chat()).json()
+    assert usage["choices"][0]["finish_reason"] == "length"
+    assert usage["usage"]["total_tokens"] == stack.scheduler.max_length
+
+
+async def test_tpl_01_content_as_parts(stack: Stack) -> None:
+    stack.says("x")
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    for role in ("system", "user", "assistant", "developer"):
+        for content in (parts, "one two"):
+            await stack.chat(messages=[{"role": role, "content": content}])
+    prompts = stack.scheduler.prompts
+    assert prompts[::2] == prompts[1::2]
+
+
+async def test_a_message_without_content_is_empty(stack: Stack) -> None:
+    stack.says("x")
+    for message in ({"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": ""}):
+        assert (await stack.chat(messages=[message])).status_code == 200
+    prompts = stack.scheduler.prompts
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+async def test_request_ids(stack: Stack) -> None:
+    stack.says("x")
+    response = await stack.http.get("/v1/models", headers={"x-request-id": "a-1.b"})
+    assert response.headers["x-request-id"] == "a-1.b"
+    for bad in (b"", b"a b", b"x" * 129, b"\xed\xa0\x80"):
+        response = await stack.http.get("/v1/models", headers={b"x-request-id": bad})
+        assert len(response.headers["x-request-id"]) == 32
+    for stream in (False, True):
+        response = await stack.http.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": HI, "stream": stream}, headers={"x-request-id": "mine"}
+        )
+        assert response.headers["x-request-id"] == "mine"
+    assert {submit.request_id for submit in stack.scheduler.submits} == {"mine"}
+
+
+async def test_health_and_version(stack: Stack) -> None:
+    assert (await stack.http.get("/health")).json() == {"status": "ok"}
+    assert (await stack.http.get("/version")).json()["version"]
+
+
+async def test_the_official_client(stack: Stack) -> None:
+    stack.says("hello, world")
+    async with openai.AsyncOpenAI(base_url=f"{stack.http.base_url}/v1", api_key="none") as client:
+        whole = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
+        assert whole.choices[0].message.content == "hello, world"
+        async with client.chat.completions.stream(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], stream_options={"include_usage": True}
+        ) as stream:
+            final = await stream.get_final_completion()
+        assert (final.choices[0].message.content, final.choices[0].message.role) == ("hello, world", "assistant")
+        assert final.usage == whole.usage
+        legacy = await client.completions.create(model="tiny", prompt="hi", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in legacy]) == "hello, world"
+        assert [model.id async for model in client.models.list()] == ["tiny", "org/tiny"]

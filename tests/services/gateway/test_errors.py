@@ -1,0 +1,287 @@
+"""Every fault is told in OpenAI's error object, with its status, field and code."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.openai.schemas import ChatRequest
+from services.gateway.openai.validation import parse
+from shared.protocol.generation_pb2 import RejectReason
+from tests.services.gateway.conftest import ANY, Stack, assert_error
+from tests.services.gateway.scripted_scheduler import ERROR
+
+HI = [{"role": "user", "content": "hi"}]
+V = 384
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str | None]] = [  # fields beside model and messages, param, code
+    ({"model": None}, None, None),
+    ({"model": ""}, None, None),
+    ({"model": 7}, None, ANY),
+    ({"messages": None}, "messages", "missing_required_parameter"),
+    ({"messages": []}, "messages", "empty_array"),
+    ({"messages": "hi"}, "messages", "invalid_type"),
+    ({"messages": ["hi"]}, "messages[0]", "invalid_type"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role", "missing_required_parameter"),
+    ({"messages": [*HI, {"role": "banana", "content": "hi"}]}, "messages[1].role", "invalid_value"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "invalid_type"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "empty_array"),
+    ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type", "invalid_value"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing_required_parameter"),
+    ({"messages": [{"role": "tool", "content": "2"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
+    ({"temperature": "hot"}, "temperature", "invalid_type"),
+    ({"temperature": True}, "temperature", "invalid_type"),
+    ({"temperature": -1}, "temperature", "decimal_below_min_value"),
+    ({"temperature": 999999}, "temperature", "decimal_above_max_value"),
+    ({"top_p": -1}, "top_p", "decimal_below_min_value"),
+    ({"top_p": 1.1}, "top_p", "decimal_above_max_value"),
+    ({"min_p": 1.1}, "min_p", "decimal_above_max_value"),
+    ({"top_k": -2}, "top_k", "integer_below_min_value"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "decimal_above_max_value"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", "decimal_below_min_value"),
+    ({"seed": 1.5}, "seed", "invalid_type"),
+    ({"seed": 2**70}, "seed", "integer_above_max_value"),
+    ({"max_tokens": 0}, "max_tokens", "integer_below_min_value"),
+    ({"max_tokens": -5}, "max_tokens", "integer_below_min_value"),
+    ({"max_tokens": 1e30}, "max_tokens", "invalid_type"),
+    ({"max_tokens": 10**12}, "messages", "context_length_exceeded"),
+    ({"max_tokens": 2**63}, "messages", "context_length_exceeded"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "integer_below_min_value"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "invalid_parameter_combination"),
+    ({"messages": [{"role": "user", "content": "hi " * 300}]}, "messages", "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "hi" * 10**6}]}, "messages", "context_length_exceeded"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "invalid_value"),
+    ({"n": 0}, "n", "integer_below_min_value"),
+    ({"n": 129}, "n", "integer_above_max_value"),
+    ({"n": 10**9}, "n", "integer_above_max_value"),
+    ({"n": 2}, "n", "unsupported_value"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "array_above_max_length"),
+    ({"stop": ""}, "stop", ANY),
+    ({"stop": ["a", ""]}, "stop", ANY),
+    ({"stop": ["a", 1]}, "stop", "invalid_type"),
+    ({"stop": {"a": 1}}, "stop", "invalid_type"),
+    ({"stop": "x" * 10**6}, "stop", "string_above_max_length"),
+    ({"stop_token_ids": [V]}, "stop_token_ids", ANY),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", ANY),
+    ({"stop_token_ids": "a"}, "stop_token_ids", "invalid_type"),
+    ({"stop_token_ids": list(range(17))}, "stop_token_ids", "array_above_max_length"),
+    ({"metadata": {str(key): "" for key in range(17)}}, "metadata", "object_above_max_properties"),
+    ({"metadata": {"k": "v" * 513}}, "metadata", "string_above_max_length"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata", "property_name_above_max_length"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"logprobs": True}, "logprobs", ANY),
+    ({"top_logprobs": 2}, "top_logprobs", None),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
+    ({"top_logprobs": -1}, "top_logprobs", "integer_below_min_value"),
+    ({"tools": []}, "tools", "empty_array"),
+    ({"tools": [TOOL]}, "tools", ANY),
+    ({"tool_choice": "required"}, "tool_choice", None),
+    ({"functions": [{"name": "f"}]}, "functions", ANY),
+    ({"logit_bias": {"65": 1}}, "logit_bias", ANY),
+    ({"logit_bias": {"65": "x"}}, "logit_bias", "invalid_type"),
+    ({"presence_penalty": 1}, "presence_penalty", ANY),
+    ({"repetition_penalty": 1.2}, "repetition_penalty", ANY),
+    ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", ANY),
+    ({"stream": "yes"}, "stream", "invalid_type"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_err_01_chat(stack: Stack, stream: bool) -> None:
+    for fields, param, code in CHAT_FAULTS:
+        response = await stack.chat(**{"stream": stream, **fields} if "stream_options" not in fields else fields)
+        assert_error(response, 400, param, code)
+    assert not stack.scheduler.submits
+
+
+async def test_err_01_legacy(stack: Stack) -> None:
+    faults: list[tuple[dict[str, Any], str | None, str | None]] = [
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"prompt": 7}, "prompt", "invalid_type"),
+        ({"prompt": []}, "prompt", "empty_array"),
+        ({"prompt": [[]]}, "prompt", "empty_array"),
+        ({"prompt": [[1], "a"]}, "prompt", "invalid_type"),
+        ({"prompt": ["a", 1]}, "prompt", "invalid_type"),
+        ({"prompt": ["a"] * 129}, "prompt", "array_above_max_length"),
+        ({"prompt": [["x"] * 10**5]}, "prompt", "invalid_type"),
+        ({"prompt": ""}, "prompt", ANY),
+        *(({"prompt": prompt}, "prompt", ANY) for prompt in ([-1], [V], [4294967296], [0, V], [[1], [V]], [2**70])),
+        ({"prompt": [5] * 256}, "prompt", "context_length_exceeded"),
+        ({"prompt": [5] * 200, "max_tokens": 57}, "prompt", "context_length_exceeded"),
+        ({"max_tokens": -1}, "max_tokens", "integer_below_min_value"),
+        ({"best_of": 1, "n": 2}, "best_of", ANY),
+        ({"best_of": 2}, "best_of", ANY),
+        ({"best_of": 2, "stream": True}, "best_of", ANY),
+        ({"best_of": 21}, "best_of", "integer_above_max_value"),
+        ({"suffix": "x"}, "suffix", ANY),
+        ({"echo": True}, "echo", ANY),
+        ({"logprobs": 0}, "logprobs", ANY),
+        ({"logprobs": 21}, "logprobs", "integer_above_max_value"),
+    ]
+    for fields, param, code in faults:
+        assert_error(await stack.complete(**fields), 400, param, code)
+    assert not stack.scheduler.submits
+
+
+async def test_api_06_unknown_model(stack: Stack) -> None:
+    for stream in (False, True):
+        assert_error(await stack.chat(model="nope", stream=stream), 404, None, "model_not_found")
+    assert_error(await stack.complete(model="nope"), 404, None, "model_not_found")
+    assert_error(await stack.http.get("/v1/models/nope"), 404, None, "model_not_found")
+
+
+async def test_err_02_routes_and_methods(stack: Stack) -> None:
+    assert_error(await stack.http.post("/v1/nope"), 404, None, None)
+    assert_error(await stack.http.get("/"), 404, None, None)
+    assert_error(await stack.http.post("/v1/chat/completions/", json={}), 404, None, None)
+    for method, path, allowed in (
+        ("GET", "/v1/chat/completions", "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("DELETE", "/v1/models/tiny", "GET"),
+    ):
+        response = await stack.http.request(method, path)
+        assert_error(response, 405, None, None)
+        assert response.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b'"x"', b"null", b"\xff{}", b"[" * 10**5, b'{"a":' * 10**5),
+        *(
+            b'{"temperature": NaN}',
+            b'{"temperature": Infinity}',
+            b'{"a": "\\ud800"}',
+            b'{"model": "tiny"} x',
+            b'{"seed": ' + b"9" * 5000 + b"}",
+        ),
+    ],
+)
+async def test_err_03_bodies_that_are_no_json_objects(stack: Stack, body: bytes) -> None:
+    response = await stack.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert_error(response, 400, None)
+
+
+async def test_err_03_content_types(stack: Stack) -> None:
+    stack.says("x")
+    good = json.dumps({"model": "tiny", "messages": HI})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        assert_error(await stack.http.post("/v1/chat/completions", content=good, headers={"content-type": kind}), 400, None)
+    for headers in ({"content-type": "Application/JSON; charset=utf-8"}, {}):
+        assert (await stack.http.post("/v1/chat/completions", content=good, headers=headers)).status_code == 200
+    twice = b'{"model": "nope", "model": "tiny", "messages": [{"role": "user", "content": "hi"}]}'
+    assert (await stack.http.post("/v1/chat/completions", content=twice)).status_code == 200
+
+
+async def test_smp_08_a_number_beyond_floats(stack: Stack) -> None:
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 1e400}'
+    assert_error(await stack.http.post("/v1/chat/completions", content=body), 400, "temperature", "decimal_above_max_value")
+
+
+async def test_api_10_lone_surrogates(stack: Stack) -> None:
+    stack.says("x")
+    body = '{"model": "tiny", "stream": %s, "user": "%s", "stop": "%s", "messages": [{"role": "user", "content": "%s"}]}'
+    for stream in ("true", "false"):
+        for fault in ((r"\ud800", "a", "b"), ("a", r"\ud800", "b"), ("a", "b", r"a\ud800b"), ("a", "b", r"\udc00\ud800")):
+            assert_error(await stack.http.post("/v1/chat/completions", content=body % (stream, *fault)), 400, None)
+    assert (await stack.http.post("/v1/chat/completions", content=body % ("false", "a", "b", r"\ud83d\ude00"))).status_code == 200
+
+
+async def test_err_06_body_limit(start: Any) -> None:
+    stack = await start(max_body_bytes=4096)
+    stack.says("x")
+    head = json.dumps({"model": "tiny", "messages": HI})
+    assert (await stack.http.post("/v1/chat/completions", content=head.ljust(4096))).status_code == 200
+
+    async def chunks(size: int) -> Any:
+        for _ in range(size // 1024):
+            yield b" " * 1024
+        yield b" "
+
+    assert_error(await stack.http.post("/v1/chat/completions", content=head.ljust(4097)), 413, None)
+    assert_error(await stack.http.post("/v1/chat/completions", content=chunks(4096)), 413, None)
+    assert_error(await stack.http.post("/v1/chat/completions", content=chunks(8 << 20)), 413, None)
+    assert (await stack.chat()).status_code == 200
+
+
+REJECTIONS = {
+    RejectReason.REJECT_REASON_OVERLOADED: (429, None, "rate_limit_exceeded", "3"),
+    RejectReason.REJECT_REASON_DEADLINE: (429, None, "rate_limit_exceeded", "3"),
+    RejectReason.REJECT_REASON_TOO_LONG: (400, "messages", "context_length_exceeded", None),
+    RejectReason.REJECT_REASON_INVALID: (400, "messages", None, None),
+    RejectReason.REJECT_REASON_UNAVAILABLE: (503, None, None, "3"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_str_07_rejections_are_http_errors(stack: Stack, stream: bool) -> None:
+    for reason, (status, param, code, retry_after) in REJECTIONS.items():
+        stack.plays(rejected=reason, retry_after_ms=2500)
+        response = await stack.chat(stream=stream)
+        assert_error(response, status, param, code)
+        assert response.headers.get("retry-after") == retry_after
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_err_09_an_inner_error_is_not_told(stack: Stack, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    stack.plays(reason=ERROR, detail="/srv/secret/path")
+    response = await stack.chat(stream=stream)
+    assert "secret" not in assert_error(response, 500, None, None)["message"]
+    assert any(
+        "/srv/secret/path" in record.getMessage() and response.headers["x-request-id"] in record.getMessage() for record in caplog.records
+    )
+
+
+async def test_an_error_in_a_stream_is_its_last_event(stack: Stack) -> None:
+    stack.plays(stack.encode("hello"), reason=ERROR, detail="/srv/secret/path", step_s=0.01)
+    raw = (await stack.chat(stream=True)).text
+    *chunks, last, end = raw.split("\n\n")
+    assert end == ""
+    assert json.loads(last.removeprefix("data: "))["error"].keys() == {"message", "type", "param", "code"}
+    assert "[DONE]" not in raw
+    assert "secret" not in raw
+    assert all(json.loads(chunk.removeprefix("data: "))["choices"][0]["finish_reason"] is None for chunk in chunks)
+
+
+async def test_err_08_permanent_faults_are_sent_once(stack: Stack) -> None:
+    calls: list[httpx.Request] = []
+
+    async def count(request: httpx.Request) -> None:
+        calls.append(request)
+
+    async with httpx.AsyncClient(event_hooks={"request": [count]}) as http:
+        client = openai.AsyncOpenAI(base_url=f"{stack.http.base_url}/v1", api_key="none", http_client=http)
+        for arguments in ({"temperature": 9}, {"model": "nope"}, {"max_tokens": 10**9}):
+            with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as error:
+                await client.chat.completions.create(**{"model": "tiny", "messages": HI, **arguments})
+            assert error.value.request_id
+        assert len(calls) == 3
+
+
+def test_messages_quote_little_of_the_input() -> None:
+    for fields in ({"temperature": "x" * 10**5}, {"messages": {"a": "x" * 10**5}}, {"n": 10**4000}):
+        with pytest.raises(InvalidRequest) as error:
+            parse(ChatRequest, json.dumps({"model": "m", "messages": HI, **fields}).encode())
+        assert len(str(error.value)) < 400
+
+
+async def test_too_many_requests(start: Any) -> None:
+    stack = await start(max_requests=1)
+    release = asyncio.Event()
+    stack.plays(release, stack.encode("x"), [2])
+    first = asyncio.create_task(stack.chat())
+    while not stack.scheduler.submits:
+        await asyncio.sleep(0.01)
+    response = await stack.chat()
+    assert_error(response, 429, None, "rate_limit_exceeded")
+    assert response.headers["retry-after"] == "1"
+    release.set()
+    assert (await first).status_code == 200
+    assert (await stack.chat()).status_code == 200
