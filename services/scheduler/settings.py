@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, StringConstraints, field_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from shared.settings import Settings
 
@@ -16,7 +16,9 @@ class SchedulerSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_")
 
     port: int = Field(7100, ge=0, le=65535, description="gRPC port; 0 lets the kernel pick.")
-    worker: list[Address] = Field(min_length=1, description="Address host:port of a worker; may be given several times.")
+    worker: Annotated[list[Address], NoDecode] = Field(
+        min_length=1, description="Address host:port of a worker; repeatable, in the variable separated by commas."
+    )
     max_step_tokens: int = Field(
         512, ge=1, le=32768, description="Most tokens of one step, decodes and prefill together; a group may allow less."
     )
@@ -24,3 +26,8 @@ class SchedulerSettings(Settings):
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="Prompt tokens that may wait; one request alone may exceed it.")
     group_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no worker group is ready.")
     overlap: bool = Field(True, description="Send plans ahead of results, by the lead rule; off: wait for each result.")
+
+    @field_validator("worker", mode="before")
+    @classmethod
+    def split_at_commas(cls, value: object) -> object:
+        return value.split(",") if isinstance(value, str) else value

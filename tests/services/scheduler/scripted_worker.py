@@ -54,9 +54,7 @@ class ScriptedWorker(ExecutionServicer):
         )
         return pb.ExecutionDescribeResponse(protocol_version=PROTOCOL_VERSION, groups=[group])
 
-    async def Files(
-        self, request: pb.ExecutionFilesRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.ExecutionFilesResponse]:
+    async def Files(self, request: pb.ExecutionFilesRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.ExecutionFilesResponse]:
         for message in messages(FILES, pb.ExecutionFilesResponse):
             yield message
 

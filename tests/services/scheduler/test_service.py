@@ -67,5 +67,6 @@ async def test_requests_are_answered(tmp_path: Path) -> None:
         for number, prompt in prompts.items():
             answer = await client.ended(number)
             assert answer.ids == expected(prompt, 20)
-            assert answer.finished is not None and answer.finished.completion_tokens == len(answer.ids)
+            assert answer.finished is not None
+            assert answer.finished.completion_tokens == len(answer.ids)
             assert answer.finished.reason == (pb.FINISH_REASON_STOP if answer.ids[-1] == EOS else pb.FINISH_REASON_LENGTH)
