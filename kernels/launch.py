@@ -1,4 +1,4 @@
-"""What a launch depends on beside its arguments: the size of the device, and programmatic dependent launch (PDL).
+"""What a launch depends on beside its arguments: the device's size and generation, and programmatic dependent launch (PDL).
 
 With PDL the blocks of a kernel start while the one before it still drains, and stop at `gdc_wait` until all its writes are
 visible. Every kernel here waits before its first access to memory that a kernel writes, then lets its own dependents start.
@@ -8,6 +8,8 @@ import functools
 
 import torch
 
+HOPPER = (9, 0)
+
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
@@ -16,7 +18,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of a launch: the kernel's own PDL flag and the launcher's. Hopper and later have it."""
-    supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    supported = capability(device) >= HOPPER
     return {"PDL": supported, "launch_pdl": supported}

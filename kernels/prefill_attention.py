@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import HOPPER, capability, pdl_options
 
 
 def prefill_attention(
@@ -82,12 +82,13 @@ class Config(NamedTuple):
     stages: int
 
 
-def config(head_size: int, element_bytes: int) -> Config:
+def config(head_size: int, element_bytes: int, hopper: bool) -> Config:
+    """By head size and device alone: were it by the number of queries, a chunk's result would depend on its size."""
     if element_bytes == 4:
-        return Config(32, 32, 4, 1)
-    if head_size <= 64:
-        return Config(128, 64, 4, 3)
-    return Config(128, 64, 8, 3) if head_size <= 128 else Config(64, 32, 4, 2)
+        return Config(16, 16, 4, 1)
+    if not hopper:
+        return Config(64, 32, 4, 2) if head_size <= 128 else Config(32, 32, 4, 2)
+    return Config(128, 128, 8, 3) if head_size <= 128 else Config(128, 64, 8, 2)
 
 
 def prefill_attention_triton(
@@ -108,7 +109,7 @@ def prefill_attention_triton(
     out = q.new_zeros(tokens, q_heads, head_size) if rows == 0 else q.new_empty(tokens, q_heads, head_size)
     if tokens == 0 or rows == 0:
         return out
-    query_block, key_block, warps, stages = tuned or config(head_size, q.element_size())
+    query_block, key_block, warps, stages = tuned or config(head_size, q.element_size(), capability(q.device) >= HOPPER)
     query_block = max(query_block, triton.next_power_of_2(group))
     tile_tokens = query_block // group
     tiles = min(tokens // tile_tokens + rows, triton.cdiv(max_query, tile_tokens) * rows)
@@ -135,7 +136,9 @@ def _kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Row r has the tiles from `sum over rows before it of ceil(queries / TOKENS)` on.
     index = tl.arange(0, ROWS_BLOCK)
-    queries = tl.load(query_starts_ptr + index + 1, mask=index < rows, other=0) - tl.load(query_starts_ptr + index, mask=index < rows, other=0)
+    queries = tl.load(query_starts_ptr + index + 1, mask=index < rows, other=0) - tl.load(
+        query_starts_ptr + index, mask=index < rows, other=0
+    )
     last_tile = tl.cumsum((queries + TOKENS - 1) // TOKENS, axis=0)
     row = tl.sum((last_tile <= tile).to(tl.int32), axis=0)
     if row < rows:
@@ -165,7 +168,7 @@ def _kernel(
             open_begin = 0
         open_end = tl.maximum((first_position + 1) // BLOCK * BLOCK, open_begin)
 
-        best = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
+        best = tl.full([QUERY_BLOCK], -1e30, tl.float32)
         total = tl.zeros([QUERY_BLOCK], tl.float32)
         weighted = tl.zeros([QUERY_BLOCK, HEAD_BLOCK], tl.float32)
         if WINDOW:
@@ -193,26 +196,30 @@ def _attend(
 ):  # fmt: skip
     """Adds the positions `begin .. end` to the online softmax; MASKED where some query of the tile must not see some of them."""
     dimension = tl.arange(0, HEAD_BLOCK)
+    in_head = dimension[None, :] < H
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         position = start + tl.arange(0, BLOCK)
-        inside = position < length
-        page = tl.load(pages_ptr + position // N, mask=inside, other=0).to(tl.int64)
+        if MASKED:
+            in_row = position < length
+            page = tl.load(pages_ptr + position // N, mask=in_row, other=0).to(tl.int64)
+            in_tile = in_row[:, None] & in_head
+        else:
+            page = tl.load(pages_ptr + position // N).to(tl.int64)
+            in_tile = in_head if H < HEAD_BLOCK else None
         place = ((page * N + position % N) * K + kv_head)[:, None] * H + dimension[None, :]
-        inside_tile = inside[:, None] & (dimension < H)[None, :]
-        k = tl.load(k_cache_ptr + place, mask=inside_tile, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        k = tl.load(k_cache_ptr + place, mask=in_tile, other=None if in_tile is None else 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = position[None, :] <= query_position[:, None]
             if WINDOW:
                 seen &= position[None, :] > query_position[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
-            new_best = tl.maximum(tl.maximum(best, tl.max(scores, axis=1)), -1e38)  # no position seen yet: not -inf minus -inf
-        else:
-            new_best = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
+        new_best = tl.maximum(best, tl.max(scores, axis=1))  # finite, so that nothing seen yet is not -inf minus -inf
+        # Scaled here and not before the mask, so that tiles with and without one compute the same bits.
+        weights = tl.exp2(scores * scale_log2 - (new_best * scale_log2)[:, None])
+        shrink = tl.exp2(best * scale_log2 - new_best * scale_log2)
         total = total * shrink + tl.sum(weights, axis=1)
-        v = tl.load(v_cache_ptr + place, mask=inside_tile, other=0.0)
+        v = tl.load(v_cache_ptr + place, mask=in_tile, other=None if in_tile is None else 0.0)
         weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
         best = new_best
     return best, total, weighted

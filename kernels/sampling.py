@@ -1,17 +1,28 @@
-"""The next token of every row. B rows, V columns of logits: the vocabulary ids from `first` on."""
+"""The next token of every row. B rows, V columns of logits: the vocabulary ids from `first` on.
+
+On a GPU no row is sorted. The noise makes sampling an argmax, so one pass over the logits serves greedy and unfiltered rows.
+Filtered rows first get a bound below which nothing can be kept (the k-th largest tile maximum, a top-p tail that all of V
+cannot fill, min-p itself); the few ids above it are gathered, and the exact cut is found among them by bisection of the
+logit's bits. Rows with too many of them bisect over all logits: slower, with the same result.
+"""
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.noise import gumbel
+from kernels.launch import pdl_options
+from kernels.noise import gumbel, gumbel_block
 
-GREEDY_BELOW = 1e-5  # temperature under which a row is greedy: dividing by less overflows float32
-FAILED = -2  # the id of a row whose logits hold a NaN
+GREEDY_BELOW = tl.constexpr(1e-5)  # temperature under which a row is greedy: dividing by less overflows float32
+FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN
+TILE = 1024  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
+CANDIDATES = 2048  # gathered ids of a filtered row, held in registers
 
 
 def greedy(logits: Tensor) -> Tensor:
     """logits `[B, V]` float32 -> `[B]` int32: the column of the largest logit, the lowest of equals; -2 for a row with a NaN."""
-    return greedy_torch(logits)
+    return greedy_triton(logits) if logits.is_cuda else greedy_torch(logits)
 
 
 def sample(
@@ -31,13 +42,14 @@ def sample(
     `min_p` times the largest. Then `argmax(logit / temperature + noise)` over the ids kept, the noise a function of (seed,
     position, id) alone. Temperature 0 (below 1e-5) is greedy. A row with a NaN gives -2. A row's id depends on that row only.
     """
-    return sample_torch(logits, temperature, top_k, top_p, min_p, seeds, positions, first)
+    implementation = sample_triton if logits.is_cuda else sample_torch
+    return implementation(logits, temperature, top_k, top_p, min_p, seeds, positions, first)
 
 
 def greedy_torch(logits: Tensor) -> Tensor:
-    # argmax takes a NaN for the largest and the first of equals, so the NaN check is one element a row.
+    # max takes a NaN for the largest and the first of equals, so the NaN check is one element a row.
     values, ids = logits.max(dim=-1)
-    return ids.int().masked_fill_(values.isnan(), FAILED)
+    return ids.int().masked_fill_(values.isnan(), FAILED.value)
 
 
 def sample_torch(
@@ -50,26 +62,272 @@ def sample_torch(
     positions: Tensor,
     first: int = 0,
 ) -> Tensor:
-    random = temperature >= GREEDY_BELOW
+    random = temperature >= GREEDY_BELOW.value
     scaled = logits / temperature.where(random, 1.0)[:, None]
     filtered = random & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1) | (min_p > 0))
     if bool(filtered.any()):
-        scaled[filtered] = _filter(scaled[filtered], top_k[filtered], top_p[filtered], min_p[filtered])
+        dropped = ~_kept(logits[filtered], temperature[filtered], top_k[filtered], top_p[filtered], min_p[filtered])
+        scaled[filtered] = scaled[filtered].masked_fill_(dropped, -torch.inf)
     if bool(random.any()):
         ids = torch.arange(first, first + logits.shape[1], device=logits.device)
         scaled[random] += gumbel(seeds[random], positions[random], ids)
-    ids = greedy_torch(scaled)
-    return torch.where(logits.isnan().any(dim=1), FAILED, ids + first)
+    failed = logits.isnan().any(dim=1)
+    return (greedy_torch(scaled) + first).masked_fill_(failed, FAILED.value)
 
 
-def _filter(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """scaled `[B, V]` with -inf in place of what the three filters drop."""
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[1], device=scaled.device)
+def _kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    scaled = (ordered - ordered[:, :1]) / temperature[:, None]
+    rank = torch.arange(logits.shape[1], device=logits.device)
     keep = (rank < top_k[:, None]) | (top_k <= 0)[:, None]
-    probability = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1)
+    probability = scaled.masked_fill(~keep, -torch.inf).softmax(dim=-1)
     before = probability.cumsum(dim=-1) - probability
     keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    keep &= probability >= min_p[:, None] * probability[:, :1]
+    keep &= scaled.exp() >= min_p[:, None]
     keep[:, 0] = True
-    return torch.full_like(scaled, -torch.inf).scatter_(1, order, ordered.masked_fill(~keep, -torch.inf))
+    return torch.zeros_like(keep).scatter_(1, order, keep)
+
+
+def greedy_triton(logits: Tensor) -> Tensor:
+    return _launch(logits, None, None, None, None, None, None, 0)
+
+
+def sample_triton(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first: int = 0,
+) -> Tensor:
+    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first)
+
+
+def _launch(
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    first: int,
+) -> Tensor:
+    (rows, columns), device = logits.shape, logits.device
+    ids = torch.empty(rows, dtype=torch.int32, device=device)
+    if rows == 0:
+        return ids
+    tiles = triton.cdiv(columns, TILE)
+    scores, masses = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
+    winners = torch.empty(rows, tiles, dtype=torch.int32, device=device)
+    candidates = torch.empty(rows, CANDIDATES if temperature is not None else 0, dtype=torch.int32, device=device)
+    parameters = (temperature, top_k, top_p, min_p, seeds, positions)
+    random = temperature is not None
+    _scan_kernel[(tiles, rows)](
+        logits, scores, masses, winners, *parameters, first, columns, logits.stride(0), tiles, random, TILE,
+        num_warps=4, **pdl_options(device),
+    )  # fmt: skip
+    _choose_kernel[(rows,)](
+        logits, scores, masses, winners, candidates, ids, *parameters, first, columns, logits.stride(0), tiles, random,
+        triton.next_power_of_2(tiles), TILE, CANDIDATES, num_warps=8, **pdl_options(device),
+    )  # fmt: skip
+    return ids
+
+
+@triton.jit
+def _scan_kernel(
+    logits_ptr, scores_ptr, masses_ptr, winners_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
+    first, columns, row_stride, tiles, RANDOM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of a tile, for filtered rows: its largest logit and its softmax denominator; for others: its best score and where."""
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    column = tile * TILE + tl.arange(0, TILE)
+    logits = tl.load(logits_ptr + row * row_stride + column, mask=column < columns, other=float("-inf"))
+    failed = tl.max((logits != logits).to(tl.int32), axis=0) > 0
+    scores = logits
+    place = row * tiles + tile
+    if RANDOM:
+        temperature = tl.load(temperature_ptr + row)
+        if temperature >= GREEDY_BELOW:
+            top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+            if _is_filtered(top_k, top_p, min_p, columns):
+                largest = tl.max(logits, axis=0)
+                exponent = tl.where(logits > float("-inf"), (logits - largest) / temperature, float("-inf"))
+                tl.store(masses_ptr + place, tl.sum(tl.exp(exponent), axis=0))
+            else:
+                scores = logits / temperature + gumbel_block(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), first + column)
+    best, winner = tl.max(scores, axis=0, return_indices=True)
+    tl.store(scores_ptr + place, best)
+    tl.store(winners_ptr + place, tl.where(failed, FAILED, tile * TILE + winner))
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr, scores_ptr, masses_ptr, winners_ptr, candidates_ptr, ids_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
+    first, columns, row_stride, tiles, RANDOM: tl.constexpr, TILES_BLOCK: tl.constexpr, TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of a row's tiles; for filtered rows, the cut and the best score of what it keeps."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.arange(0, TILES_BLOCK)
+    scores = tl.load(scores_ptr + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+    winners = tl.load(winners_ptr + row * tiles + tile, mask=tile < tiles, other=0)
+    failed = tl.min(winners, axis=0) < 0
+    largest, best_tile = tl.max(scores, axis=0, return_indices=True)
+    winner = tl.sum(tl.where(tile == best_tile, winners, 0), axis=0)
+    if RANDOM:
+        temperature = tl.load(temperature_ptr + row)
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        if (
+            (temperature >= GREEDY_BELOW)
+            & _is_filtered(top_k, top_p, min_p, columns)
+            & (largest > float("-inf"))
+            & (largest < float("inf"))
+        ):
+            row_ptr = logits_ptr + row * row_stride
+            row_candidates_ptr = candidates_ptr + row * CANDIDATES
+            masses = tl.load(masses_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+            mass = tl.sum(masses * tl.exp((scores - largest) / temperature), axis=0)
+            top_k = tl.where(top_k > 0, tl.minimum(top_k, columns), columns)
+
+            low = tl.full([], float("-inf"), tl.float32)
+            if top_k <= tiles:  # as many tiles, so as many logits, reach the k-th largest of the tiles' maxima
+                ordered = tl.sort(scores, descending=True)
+                low = tl.sum(tl.where(tile == top_k - 1, ordered, 0.0), axis=0)
+            elif (top_k == columns) & (top_p < 1):  # all ids below this share of 1 - top_p together cannot reach 1 - top_p
+                low = largest + temperature * tl.log((1 - top_p) * mass / columns * 0.5)
+            if (min_p > 0) & (top_p >= 1):  # with top_p, what min_p drops still counts in the mass
+                low = tl.maximum(low, largest + temperature * (tl.log(min_p) - 1e-3))
+            found = _gather(row_ptr, row_candidates_ptr, scores_ptr + row * tiles, low, columns, tiles, TILE, CANDIDATES)
+            tl.debug_barrier()  # the candidates were stored by other threads
+            gathered = found <= CANDIDATES
+            count = tl.where(gathered, found, columns)
+
+            limit = tl.full([], float("inf"), tl.float32)
+            cut = _find_cut(row_ptr, row_candidates_ptr, gathered, count, low, largest, temperature, top_k, limit, CANDIDATES)
+            if top_p < 1:
+                above, mass_above, equal, value = _around(
+                    row_ptr, row_candidates_ptr, gathered, count, cut, largest, temperature, CANDIDATES
+                )
+                if top_k < columns:
+                    mass = mass_above + tl.minimum(top_k - above, equal) * tl.exp((value - largest) / temperature)
+                limit = top_p * mass
+                cut = _find_cut(row_ptr, row_candidates_ptr, gathered, count, low, largest, temperature, top_k, limit, CANDIDATES)
+            winner = _best_kept(
+                row_ptr, row_candidates_ptr, gathered, count, cut, largest, temperature, top_k, limit, min_p,
+                tl.load(seeds_ptr + row), tl.load(positions_ptr + row), first, CANDIDATES,
+            )  # fmt: skip
+    tl.store(ids_ptr + row, tl.where(failed, FAILED, first + winner))
+
+
+@triton.jit
+def _is_filtered(top_k, top_p, min_p, columns):
+    return ((top_k > 0) & (top_k < columns)) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def _order_key(logits):
+    """int32 with the order of the logits; -0 and 0 are equal."""
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def _gather(row_ptr, candidates_ptr, maxima_ptr, low, columns, tiles, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Writes the columns whose logits are finite and at least `low`, ascending; returns their count, which may exceed the room."""
+    found = tl.full([], 0, tl.int32)
+    for tile in range(tiles):
+        if tl.load(maxima_ptr + tile) >= low:
+            column = tile * TILE + tl.arange(0, TILE)
+            logits = tl.load(row_ptr + column, mask=column < columns, other=float("-inf"))
+            wanted = ((logits >= low) & (logits > float("-inf"))).to(tl.int32)
+            place = found + tl.cumsum(wanted, axis=0) - wanted
+            tl.store(candidates_ptr + place, column, mask=(wanted > 0) & (place < CANDIDATES))
+            found += tl.sum(wanted, axis=0)
+    return found
+
+
+@triton.jit
+def _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK: tl.constexpr):
+    """Columns and logits of a block of the row's candidates or, where they did not fit, of the whole row."""
+    index = start + tl.arange(0, BLOCK)
+    column = tl.where(gathered, tl.load(candidates_ptr + index, mask=gathered & (index < count), other=0), index)
+    return column, tl.load(row_ptr + column, mask=index < count, other=float("-inf"))
+
+
+@triton.jit
+def _find_cut(row_ptr, candidates_ptr, gathered, count, low, largest, temperature, top_k, limit, BLOCK: tl.constexpr):
+    """The smallest key with fewer than `top_k` ids, and less mass than `limit`, strictly above it."""
+    fails = _order_key(low).to(tl.int64) - 1
+    holds = _order_key(largest).to(tl.int64)
+    while holds - fails > 1:
+        middle = (holds + fails) >> 1
+        above = tl.full([], 0, tl.int32)
+        mass_above = tl.full([], 0.0, tl.float32)
+        for start in range(0, count, BLOCK):
+            _, logits = _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK)
+            is_above = _order_key(logits) > middle
+            above += tl.sum(is_above.to(tl.int32), axis=0)
+            mass_above += tl.sum(tl.where(is_above, tl.exp((logits - largest) / temperature), 0.0), axis=0)
+        if (above < top_k) & (mass_above < limit):
+            holds = middle
+        else:
+            fails = middle
+    return holds
+
+
+@triton.jit
+def _around(row_ptr, candidates_ptr, gathered, count, cut, largest, temperature, BLOCK: tl.constexpr):
+    """The smallest logit at or above the cut: ids and mass above it, ids equal to it, its value."""
+    value = tl.full([], float("inf"), tl.float32)
+    for start in range(0, count, BLOCK):
+        _, logits = _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK)
+        value = tl.minimum(value, tl.min(tl.where(_order_key(logits) >= cut, logits, float("inf")), axis=0))
+    key = _order_key(value)
+    above = tl.full([], 0, tl.int32)
+    equal = tl.full([], 0, tl.int32)
+    mass_above = tl.full([], 0.0, tl.float32)
+    for start in range(0, count, BLOCK):
+        _, logits = _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK)
+        is_above = _order_key(logits) > key
+        above += tl.sum(is_above.to(tl.int32), axis=0)
+        equal += tl.sum((_order_key(logits) == key).to(tl.int32), axis=0)
+        mass_above += tl.sum(tl.where(is_above, tl.exp((logits - largest) / temperature), 0.0), axis=0)
+    return above, mass_above, equal, value
+
+
+@triton.jit
+def _best_kept(
+    row_ptr, candidates_ptr, gathered, count, cut, largest, temperature, top_k, limit, min_p, seed, position, first,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The column of the best score among the ids above the cut and as many of those at it as top_k and limit allow."""
+    above, mass_above, _, value = _around(row_ptr, candidates_ptr, gathered, count, cut, largest, temperature, BLOCK)
+    key = _order_key(value)
+    equal_mass = tl.exp((value - largest) / temperature)
+    best = tl.full([], float("-inf"), tl.float32)
+    winner = tl.full([], 0, tl.int32)
+    equal_before = tl.full([], 0, tl.int32)
+    for start in range(0, count, BLOCK):
+        column, logits = _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK)
+        is_equal = (_order_key(logits) == key).to(tl.int32)
+        rank = equal_before + tl.cumsum(is_equal, axis=0) - is_equal
+        allowed = (above + rank < top_k) & ((mass_above + rank * equal_mass < limit) | (above + rank == 0))
+        kept = (_order_key(logits) > key) | ((is_equal > 0) & allowed)
+        kept &= tl.exp((logits - largest) / temperature) >= tl.minimum(min_p, 1.0)
+        score = tl.where(kept, logits / temperature + gumbel_block(seed, position, first + column), float("-inf"))
+        block_best, index = tl.max(score, axis=0, return_indices=True)
+        if block_best > best:
+            best = block_best
+            winner = tl.sum(tl.where(tl.arange(0, BLOCK) == index, column, 0), axis=0)
+        equal_before += tl.sum(is_equal, axis=0)
+    return winner
