@@ -13,7 +13,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-RECORD = re.compile(r"\S+ \[(?P<level>\w+) *\] (?P<text>.*)")  # as shared/logging.py renders it
+RECORD = re.compile(r"\S+ \[(?P<level>\w+) *\] (?P<text>.*?)(?: service=\S+)?")  # as shared/logging.py renders it
 QUIET_LEVELS = frozenset({"debug", "info"})
 MAX_LINE_BYTES = 1 << 20
 PORTS_EVERY_S = 0.02
@@ -36,7 +36,7 @@ class Child:
 
     async def start(self) -> None:
         self._ports_path.unlink(missing_ok=True)  # of the run before
-        common = ["--ports-file", str(self._ports_path), "--parent-pid", str(os.getpid())]
+        common = ["--ports-file", str(self._ports_path), "--parent-pid", str(os.getpid()), "--admin-port", "0"]
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", f"services.{self.name}", *common, *self._arguments),
             stdin=asyncio.subprocess.DEVNULL,
@@ -50,12 +50,11 @@ class Child:
         self.ended = asyncio.create_task(self.process.wait())
         self._follower = asyncio.create_task(self._follow())
 
-    async def port(self) -> int:
-        """The port that it has bound, once it has."""
+    async def ports(self) -> dict[str, int]:
+        """The ports that it has bound, once it has: `grpc` or `http`, and `admin`."""
         while not self._ports_path.exists():
             await asyncio.sleep(PORTS_EVERY_S)
-        (port,) = json.loads(self._ports_path.read_text()).values()
-        return int(port)
+        return {name: int(port) for name, port in json.loads(self._ports_path.read_text()).items()}
 
     async def stop(self, within_s: float, hurry: asyncio.Event) -> None:
         """Ends the child: SIGTERM, and SIGKILL to it and its own children after `within_s`, or at once on `hurry`."""
@@ -96,9 +95,9 @@ class Child:
                 self._show(line.decode(errors="replace").rstrip())
 
     def _show(self, line: str) -> None:
-        record = RECORD.match(line)
+        record = RECORD.fullmatch(line)
         level, text = record.group("level", "text") if record else ("warning", line)  # not a record: something broke
-        self._last_line = text.removesuffix(f" service={self.name}")
+        self._last_line = text
         self._last_line_was_shown = self._forward_all or level not in QUIET_LEVELS
         if self._last_line_was_shown:
             logger.log(logging.getLevelNamesMapping()[level.upper()], "%s: %s", self.name, self._last_line)

@@ -68,6 +68,7 @@ class Options:
 class Launcher:
     def __init__(self, options: Options, console: Console) -> None:
         self.options, self.console = options, console
+        self.admin_ports: dict[str, int] = {}
         self.children: list[Child] = []  # in the order of their start; stopped in the opposite one
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -123,7 +124,10 @@ class Launcher:
         child = Child(name, ["--host", host, "--log-level", level, *arguments], self.logs, forward_all=level == "debug")
         await child.start()
         self.children.append(child)
-        return await self._unless_over(child.port())
+        ports = await self._unless_over(child.ports())
+        if "admin" in ports:
+            self.admin_ports[name] = ports["admin"]
+        return ports["http" if name == "gateway" else "grpc"]
 
     async def _until_loaded(self, port: int, progress: StartupProgress) -> None:
         """Shows what the worker is doing until it is ready."""
@@ -183,6 +187,7 @@ class Launcher:
             "model": str(model),
             "served_model_names": names,
             "ports": ports,
+            "admin_ports": self.admin_ports,
             "pids": {"launcher": os.getpid()} | {child.name: child.process.pid for child in self.children},
             "logs": str(self.logs),
         }

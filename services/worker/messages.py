@@ -5,7 +5,7 @@ import socket
 import struct
 from dataclasses import asdict, dataclass
 
-from services.worker.engine.interface import Facts
+from services.worker.engine.interface import Facts, Memory
 from shared.protocol.plan import Int32s, ids_from_bytes, ids_to_bytes
 
 MAX_PACKET_BYTES = 1 << 17
@@ -21,6 +21,7 @@ class Loading:
 @dataclass(frozen=True)
 class Ready:
     facts: Facts
+    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def encode(message: Message) -> bytes:
         case Done():
             return b"D" + _DONE.pack(message.plan, message.start_us, message.end_us, message.idle_us) + ids_to_bytes(message.ids)
         case Ready():
-            return b"R" + json.dumps(asdict(message.facts)).encode()
+            return b"R" + json.dumps(asdict(message)).encode()
         case Loading():
             return b"L" + json.dumps(asdict(message)).encode()
         case Failed():
@@ -71,7 +72,8 @@ def decode(packet: bytes) -> Message:
         return Done(plan, start_us, end_us, idle_us, ids_from_bytes(body[_DONE.size :]))
     content = json.loads(body)
     if kind == b"R":
-        return Ready(Facts(**{**content, "eos_ids": tuple(content["eos_ids"])}))
+        facts = content["facts"]
+        return Ready(Facts(**{**facts, "eos_ids": tuple(facts["eos_ids"])}), Memory(**content["memory"]))
     by_kind: dict[bytes, type[Loading] | type[Failed] | type[ResetDone]] = {b"L": Loading, b"F": Failed, b"A": ResetDone}
     return by_kind[kind](**content)
 

@@ -105,7 +105,7 @@ def main() -> None:
     reporter = Reporter(spec.socket_fd)
     try:
         engine = build(spec, reporter.progress)
-        reporter.send(Ready(engine.facts))
+        reporter.send(Ready(engine.facts, engine.memory))
         execute(engine, RingReader(spec.ring_fd, spec.bell_fd, spec.rank, spec.ranks), reporter, answers=spec.rank == 0)
     except LockstepError as error:
         reporter.send(Failed(str(error), isinstance(error, ConfigError)))

@@ -94,6 +94,7 @@ class ExecutionService(ExecutionServicer):
         reader: asyncio.Task[None] | None = None
         try:
             highest_slot_epoch = await self.supervisor.reset()
+            self.supervisor.metrics.stream_taken()
             logger.info("stream %d.%d: a scheduler has taken over", stream.epoch, stream.number)
             welcome = pb.ExecuteWelcome(protocol_version=PROTOCOL_VERSION, highest_slot_epoch=highest_slot_epoch)
             stream.outbox.put(pb.ExecutionExecuteResponse(welcome=welcome))
@@ -101,6 +102,7 @@ class ExecutionService(ExecutionServicer):
             async for message in stream.outbox:
                 yield message
         except PlanError as error:
+            self.supervisor.metrics.plan_refused()
             logger.error("stream %d.%d: plan refused: %s", stream.epoch, stream.number, error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Fenced as error:

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import Settings
+from shared.settings import AdminPort, Settings
 
 
 class WorkerSettings(Settings):
@@ -15,6 +15,7 @@ class WorkerSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_WORKER_")
 
     port: int = Field(7200, ge=0, le=65535, description="gRPC port; 0 lets the kernel pick.")
+    admin_port: AdminPort = 9102
     model: Path = Field(description="Model folder in Hugging Face's layout: config.json, safetensors, tokenizer.")
     group: str = Field("group-0", min_length=1, max_length=64, description="Name of the worker group in logs and metrics.")
     engine: Literal["torch", "scripted"] = Field("torch", description="scripted: plays given token ids, computes nothing.")

@@ -22,6 +22,7 @@ import numpy as np
 
 from services.worker.engine.interface import Facts, RankSpec
 from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Ready, ResetDone, decode, socket_pair
+from services.worker.metrics import WorkerMetrics
 from services.worker.rank import spec_to_json
 from services.worker.ring import Kind, RingFull, RingWriter, create_ring
 from services.worker.settings import WorkerSettings
@@ -72,9 +73,9 @@ class _Rank:
 
 
 class Supervisor:
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.settings = settings
-        self.phase, self.progress = "starting ranks", 0.0
+    def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics) -> None:
+        self.settings, self.metrics = settings, metrics
+        self._enter("starting ranks", 0.0)
         self.facts: Facts | None = None
         self.limits: Limits | None = None
         self.slot_epochs = np.zeros(settings.max_num_seqs, dtype=np.int32)
@@ -88,6 +89,7 @@ class Supervisor:
         self._reset_number = 0
         self._scratch = tempfile.TemporaryDirectory(prefix="lockstep-")
         self._watcher = asyncio.create_task(self._watch())
+        metrics.watch(lambda: self.facts is not None, self._queue.__len__, lambda: [rank.process.pid for rank in self._ranks])
 
     # Start and end
 
@@ -148,6 +150,21 @@ class Supervisor:
             rank.process.wait()
             rank.link.close()
         self._scratch.cleanup()
+
+    def overdue(self, grace_s: float = 0.0) -> str | None:
+        """What the ranks should have finished `grace_s` ago, if anything; callable from any thread."""
+        head = next(iter(self._launched.copy()), None)
+        if head is None and not self._resets:
+            return None
+        limit_s = max(self.settings.step_deadline_s, DEADLINE_FACTOR * (head.plan.estimate_us / 1e6 if head else 0.0))
+        if time.monotonic() - self._head_since_s <= limit_s + grace_s:
+            return None
+        what = f"plan {head.plan.plan_id}" if head else "a reset"
+        return f"the ranks did not finish {what} within {limit_s:g} s"
+
+    def _enter(self, phase: str, progress: float) -> None:
+        self.phase, self.progress = phase, progress
+        self.metrics.phase(phase, progress)
 
     def _fail(self, error: LockstepError) -> None:
         if not self.failed.done():
@@ -227,10 +244,11 @@ class Supervisor:
                         future.set_result(None)
             case Loading(phase, progress):
                 if rank == 0:
-                    self.phase, self.progress = phase, progress
+                    self._enter(phase, progress)
             case Failed(cause, config):
                 self._fail(ConfigError(cause) if config else GroupFailed(f"rank {rank}: {cause}"))
-            case Ready(facts):
+            case Ready(facts, memory):
+                self.metrics.memory(rank, memory)
                 self._ranks[rank].facts = facts
                 self._become_ready()
 
@@ -253,7 +271,7 @@ class Supervisor:
             max_step_tokens=settings.max_step_tokens,
             vocab_size=agreed.vocab_size,
         )
-        self.phase, self.progress = "ready", 1.0
+        self._enter("ready", 1.0)
         self._ready.set()
 
     def _on_done(self, done: Done) -> None:
@@ -264,7 +282,9 @@ class Supervisor:
             return
         queued.done.append(done)
         self._launch()
+        self.metrics.iteration(done.end_us - done.start_us, done.idle_us, prefill=len(queued.plan.prefill_slots) > 0)
         if len(queued.done) == queued.plan.iterations:
+            self.metrics.plan_done()
             queued.on_result(
                 Result(
                     plan_id=done.plan,
@@ -284,14 +304,12 @@ class Supervisor:
             if not self._launched and not self._resets:
                 self._head_since_s = time.monotonic()
                 continue
-            estimate_s = self._launched[0].plan.estimate_us / 1e6 if self._launched else 0.0
-            limit_s = max(self.settings.step_deadline_s, DEADLINE_FACTOR * estimate_s)
-            if time.monotonic() - self._head_since_s > limit_s:
+            reason = self.overdue()
+            if reason is not None:
                 for rank in self._ranks:
                     rank.process.send_signal(signal.SIGUSR1)
                 await asyncio.sleep(STACKS_S)
-                what = f"plan {self._launched[0].plan.plan_id}" if self._launched else "a reset"
-                self._fail(GroupFailed(f"the ranks did not finish {what} within {limit_s:g} s"))
+                self._fail(GroupFailed(reason))
                 return
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.plan_unpack import plan_unpack
 from services.worker.distributed.communicator import communicator
 from services.worker.engine.batch import Batch
-from services.worker.engine.interface import Facts, Progress, RankSpec
+from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
 from services.worker.engine.slots import Slots
 from services.worker.kvcache import CacheShape, allocate
 from services.worker.layers.linear import head_share
@@ -53,6 +53,8 @@ class TorchEngine:
         self.page_size = spec.page_size
         eos_ids = torch.tensor(folder.eos_ids, dtype=torch.int32, device=device)
         self.slots = Slots(spec.slots, pages_per_slot, eos_ids)
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        self.memory = Memory(weights, kv_cache=pages * shape.page_bytes)
         self.facts = Facts(pages, max_length, config.vocab_size, folder.eos_ids)
 
     def reset(self) -> None:

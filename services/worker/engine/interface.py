@@ -43,6 +43,14 @@ class Facts:
     eos_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds on its device, in bytes."""
+
+    weights: int
+    kv_cache: int
+
+
 class Step(Protocol):
     """A plan that an engine has begun."""
 
@@ -52,6 +60,7 @@ class Step(Protocol):
 
 class Engine(Protocol):
     facts: Facts
+    memory: Memory
 
     def reset(self) -> None:
         """Forgets every slot."""

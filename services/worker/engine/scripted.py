@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.worker.engine.interface import Facts, Progress, RankSpec
+from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
 from services.worker.weights.folder import ModelFolder
 from shared.errors import ConfigError
 from shared.protocol.plan import NO_TOKEN, Int32s, Plan, RowFlag, SlotFlag
@@ -60,6 +60,7 @@ class ScriptedEngine:
         max_length = spec.max_model_len or int(folder.config["max_position_embeddings"])
         pages = spec.num_pages or spec.slots * -(-max_length // spec.page_size) + 1
         self.facts = Facts(pages, max_length, int(folder.config["vocab_size"]), folder.eos_ids)
+        self.memory = Memory(weights=0, kv_cache=0)
         self.length, self.begun, self.max_length, self.seed, self.done, self.ignore_eos = np.zeros((6, spec.slots), dtype=np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * spec.slots
 

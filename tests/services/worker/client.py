@@ -23,7 +23,18 @@ class Worker:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.ports_file, self.log_file = folder / "ports.json", folder / "log"
-        command = [sys.executable, "-m", "services.worker", "--port", "0", "--ports-file", str(self.ports_file), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "services.worker",
+            "--port",
+            "0",
+            "--admin-port",
+            "0",
+            "--ports-file",
+            str(self.ports_file),
+            *arguments,
+        ]
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
@@ -41,18 +52,26 @@ class Worker:
 
     async def ready(self) -> ExecutionStub:
         """A stub of the worker, once its group is ready."""
+        return await self.loading("ready")
+
+    async def loading(self, phase: str) -> ExecutionStub:
+        """A stub of the worker, once it has come to this phase."""
         async with asyncio.timeout(60):
             while not self.ports_file.exists():
                 assert self.process.poll() is None, self.log
                 await asyncio.sleep(0.02)
             stub = ExecutionStub(grpc.aio.insecure_channel(f"127.0.0.1:{self.port}"))
-            while not (await describe(stub)).ready:
+            while (await describe(stub)).phase != phase:
                 await asyncio.sleep(0.02)
         return stub
 
     @property
     def port(self) -> int:
         return int(json.loads(self.ports_file.read_text())["grpc"])
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{json.loads(self.ports_file.read_text())['admin']}"
 
     async def ended(self, within_s: float) -> int:
         """The exit status, once the process and all of its ranks are gone."""

@@ -1,0 +1,137 @@
+"""What the supervisor tells of its group's device: steps, idle time, memory, start-up. The requests are the scheduler's to count."""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from services.worker.engine.interface import Memory
+from shared.metrics import STEP_BUCKETS
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class WorkerMetrics:
+    """Of one group, whose name is the label `engine`, as in the scheduler's series."""
+
+    def __init__(self, engine: str, ranks: int, registry: CollectorRegistry) -> None:
+        self._engine, self._registry = engine, registry
+        labels = ["engine"]
+        step = Histogram(
+            "lockstep_worker_step_seconds",
+            "Time of one iteration, by whether it had prefill rows.",
+            ["engine", "kind"],
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self._steps = {kind: step.labels(engine, kind) for kind in ("decode", "prefill")}
+        self._busy = Counter("lockstep_worker_busy_seconds", "Time in which the group computed.", labels, registry=registry).labels(engine)
+        self._idle = Counter(
+            "lockstep_worker_idle_seconds", "Time between iterations in which the group had nothing to compute.", labels, registry=registry
+        ).labels(engine)
+        self._plans = Counter("lockstep_worker_plans", "Plans that were executed in full.", labels, registry=registry).labels(engine)
+        self._refused = Counter(
+            "lockstep_worker_plans_refused", "Plans that were not executed since they could have done harm.", labels, registry=registry
+        ).labels(engine)
+        self._streams = Counter("lockstep_worker_streams", "Execute streams that took the group over.", labels, registry=registry).labels(
+            engine
+        )
+        memory = Gauge(
+            "lockstep_worker_device_memory_bytes", "Device memory of a rank, by use.", ["engine", "rank", "use"], registry=registry
+        )
+        self._memory = [{use: memory.labels(engine, str(rank), use) for use in ("weights", "kv_cache")} for rank in range(ranks)]
+        self._startup = _Startup(engine)
+        registry.register(self._startup)
+
+    def watch(self, ready: Callable[[], bool], queued_plans: Callable[[], int], rank_pids: Callable[[], list[int]]) -> None:
+        """What is read anew by each scrape, in a thread of its own."""
+        for name, documentation, read in (
+            ("lockstep_worker_ready", "1 while the group can compute.", ready),
+            ("lockstep_worker_queued_plans", "Plans that have come and are not launched in full.", queued_plans),
+        ):
+            Gauge(name, documentation, ["engine"], registry=self._registry).labels(self._engine).set_function(read)
+        self._registry.register(_RankMemory(self._engine, rank_pids))
+
+    def phase(self, phase: str, progress: float) -> None:
+        """Start-up has come so far."""
+        self._startup.advance(phase, progress)
+
+    def memory(self, rank: int, memory: Memory) -> None:
+        """What a rank holds once it is ready."""
+        self._memory[rank]["weights"].set(memory.weights)
+        self._memory[rank]["kv_cache"].set(memory.kv_cache)
+
+    def iteration(self, busy_us: int, idle_us: int, prefill: bool) -> None:
+        """One is finished; `idle_us` passed before it."""
+        self._steps["prefill" if prefill else "decode"].observe(busy_us / 1e6)
+        self._busy.inc(busy_us / 1e6)
+        self._idle.inc(idle_us / 1e6)
+
+    def plan_done(self) -> None:
+        self._plans.inc()
+
+    def plan_refused(self) -> None:
+        self._refused.inc()
+
+    def stream_taken(self) -> None:
+        self._streams.inc()
+
+
+class _Startup(Collector):
+    """How long each phase took, the current one so far; `ready` is where it ends."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._seconds: dict[str, float] = {}  # of the phases that are over
+        self._phase, self._progress, self._since = "", 0.0, time.monotonic()
+
+    def advance(self, phase: str, progress: float) -> None:
+        now = time.monotonic()
+        if phase != self._phase:
+            if self._phase:
+                self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+            self._phase, self._since = phase, now
+        self._progress = progress
+
+    def collect(self) -> Iterable[Metric]:
+        phase, seconds = self._phase, dict(self._seconds)
+        if phase and phase != "ready":
+            seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - self._since
+        durations = GaugeMetricFamily(
+            "lockstep_worker_startup_seconds", "Time that a phase of start-up took, or has taken so far.", labels=["engine", "phase"]
+        )
+        for name, value in seconds.items():
+            durations.add_metric([self._engine, name], value)
+        progress = GaugeMetricFamily(
+            "lockstep_worker_startup_progress_ratio", "Share of the current phase that is done.", labels=["engine"]
+        )
+        progress.add_metric([self._engine], self._progress)
+        return durations, progress
+
+
+class _RankMemory(Collector):
+    """Main memory of the ranks' processes; the supervisor's own is `process_resident_memory_bytes`."""
+
+    def __init__(self, engine: str, pids: Callable[[], list[int]]) -> None:
+        self._engine, self._pids = engine, pids
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "lockstep_worker_rank_resident_memory_bytes", "Main memory of a rank's process.", labels=["engine", "rank"]
+        )
+        for rank, pid in enumerate(self._pids()):
+            family.add_metric([self._engine, str(rank)], _resident_bytes(pid))
+        return [family]
+
+
+def _resident_bytes(pid: int) -> int:
+    """0 once the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
