@@ -35,6 +35,7 @@ class Stack:
     scheduler: ScriptedScheduler
     http: httpx.AsyncClient
     folder: Path
+    stop: asyncio.Event
 
     def plays(self, *steps: Any, reason: Any = STOP, **script: Any) -> None:
         """What every request from now on gets."""
@@ -123,7 +124,7 @@ async def start(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
         running.append(asyncio.create_task(service))
         await eventually(ports.exists)
         http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{json.loads(ports.read_text())['http']}", timeout=30)
-        stack = Stack(scripted, http, scripted.folder)
+        stack = Stack(scripted, http, scripted.folder, stop)
         stacks.append(stack)
         while wait and (await http.get("/health")).status_code != 200:
             await asyncio.sleep(0.01)

@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -251,16 +250,16 @@ async def test_an_error_in_a_stream_is_its_last_event(stack: Stack) -> None:
 
 
 async def test_err_08_permanent_faults_are_sent_once(stack: Stack) -> None:
-    calls: list[httpx.Request] = []
+    calls: list[object] = []
 
-    async def count(request: httpx.Request) -> None:
+    async def count(request: object) -> None:
         calls.append(request)
 
-    async with httpx.AsyncClient(event_hooks={"request": [count]}) as http:
+    async with openai.DefaultAsyncHttpxClient(event_hooks={"request": [count]}) as http:
         client = openai.AsyncOpenAI(base_url=f"{stack.http.base_url}/v1", api_key="none", http_client=http)
         for arguments in ({"temperature": 9}, {"model": "nope"}, {"max_tokens": 10**9}):
             with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as error:
-                await client.chat.completions.create(**{"model": "tiny", "messages": HI, **arguments})
+                await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], extra_body=arguments)
             assert error.value.request_id
         assert len(calls) == 3
 

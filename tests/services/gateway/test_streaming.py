@@ -1,6 +1,15 @@
 """Streams of server-sent events, and that they say what the answer as a whole says."""
 
-from tests.services.gateway.conftest import Stack, events
+import asyncio
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from tests.services.gateway.conftest import EOS, Stack, events
+from tests.services.gateway.scripted_scheduler import ERROR
 
 
 async def test_str_02_chunks_and_whole_answer_agree(stack: Stack) -> None:
@@ -22,3 +31,132 @@ async def test_completions_stream_and_whole(stack: Stack) -> None:
     chunks = events((await stack.complete(stream=True)).content)
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello, world"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_str_01_bytes_on_the_wire(stack: Stack, path: str) -> None:
+    body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
+    stack.says("hello, world ends here")
+    for fields, reason in (({}, "stop"), ({"max_tokens": 3}, "length"), ({"stop": "ends"}, "stop")):
+        response = await stack.http.post(f"/v1/{path}", json={**body, **fields})
+        raw = response.content
+        assert raw.isascii()
+        assert raw.count(b"[DONE]") == 1
+        assert events(raw)[-1]["choices"][0]["finish_reason"] == reason
+
+
+async def test_str_03_usage_when_asked_for(stack: Stack) -> None:
+    stack.says("hello, world ends here", tokens_a_step=3, cached_tokens=2)
+    for fields in ({}, {"stop": "ends"}, {"max_tokens": 2}):
+        whole = (await stack.chat(**fields)).json()
+        chunks = await stack.chat_events(stream_options={"include_usage": True}, **fields)
+        assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
+        assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+    for options in ({}, {"include_usage": False}, {"include_usage": None}, None):
+        chunks = await stack.chat_events(stream_options=options)
+        assert all(chunk.get("usage") is None and chunk["choices"] for chunk in chunks)
+
+
+async def test_str_06_keep_alives_are_comments(start: Any) -> None:
+    stack = await start(keep_alive_s=0.05)
+    release = asyncio.Event()
+    stack.plays(release, stack.encode("hello"), [EOS])
+    asyncio.get_running_loop().call_later(0.3, release.set)
+    raw = (await stack.chat(stream=True)).text
+    comments, _, data = raw.partition("data: ")
+    assert len(comments.split("\n\n")) > 2
+    assert set(comments.split("\n\n")) == {": keep-alive", ""}
+    assert events(f"data: {data}".encode())[1]["choices"][0]["delta"] == {"content": "hello"}
+    release.clear()
+    asyncio.get_running_loop().call_later(0.3, release.set)
+    async with openai.AsyncOpenAI(base_url=f"{stack.http.base_url}/v1", api_key="none") as client:
+        stream = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello"
+
+
+async def test_a_rejection_after_a_keep_alive_is_an_event(start: Any) -> None:
+    stack = await start(keep_alive_s=0.05)
+    release = asyncio.Event()
+    stack.plays(release, reason=ERROR)
+    asyncio.get_running_loop().call_later(0.2, release.set)
+    response = await stack.chat(stream=True)
+    assert response.status_code == 200
+    assert json.loads(response.text.split("data: ")[1])["error"]["type"] == "server_error"
+
+
+async def test_str_09_headers_and_arrivals(stack: Stack) -> None:
+    stack.says("a b c d e f g h i j", step_s=0.03)
+    body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body, headers={"accept-encoding": "gzip"}) as response:
+        arrivals = [time.monotonic() async for _ in response.aiter_raw()]
+    headers = response.headers
+    assert headers["content-type"].startswith("text/event-stream")
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+    assert "content-length" not in headers
+    assert "content-encoding" not in headers
+    assert len(arrivals) >= 8
+
+
+async def test_str_11_no_empty_chunks(stack: Stack) -> None:
+    stack.says("hello, world and so on")
+    for fields in ({"stop": "ZZZZ"}, {"stop": "world Z"}):
+        chunks = await stack.chat_events(**fields)
+        assert all(chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:-1])
+
+
+async def test_str_12_zero_and_one_token(stack: Stack) -> None:
+    stack.plays([EOS])
+    assert await stack.content() == ""
+    assert [chunk["choices"][0]["finish_reason"] for chunk in await stack.chat_events()] == [None, "stop"]
+    stack.plays([stack.encode("a")[0]], [EOS])
+    whole = (await stack.chat(max_tokens=1)).json()
+    assert (whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", 1)
+    assert await stack.content(max_tokens=1) == "a"
+    assert len(await stack.chat_events(max_tokens=1)) == 3
+
+
+@pytest.mark.parametrize("tokens_a_step", [1, 3, 100])
+@pytest.mark.parametrize("finishes_apart", [False, True])
+async def test_what_a_step_brings_changes_no_text(stack: Stack, tokens_a_step: int, finishes_apart: bool) -> None:
+    stack.says("a😀é世 hello, world ends", tokens_a_step=tokens_a_step, finishes_apart=finishes_apart)
+    for fields, expected in (({}, "a😀é世 hello, world ends"), ({"stop": ["world", "zz"]}, "a😀é世 hello, "), ({"stop": "世 h"}, "a😀é")):
+        assert await stack.content(**fields) == expected
+    chunks = await stack.chat_events()
+    assert not any("\ufffd" in json.dumps(chunk, ensure_ascii=False) for chunk in chunks)
+
+
+async def test_tok_10_special_tokens_in_the_text_are_hidden(stack: Stack) -> None:
+    stack.plays(stack.encode("hello"), [1], stack.encode("world"), [EOS])
+    assert await stack.content() == "helloworld"
+
+
+async def test_stp_04_stop_lists(stack: Stack) -> None:
+    stack.says("a b c d", tokens_a_step=7)
+    for stop, expected in ((["d", "b"], "a "), ("c", "a b "), ([], "a b c d"), (None, "a b c d")):
+        assert await stack.content(stop=stop) == expected
+
+
+async def test_stp_06_finish_reasons_at_the_edge(stack: Stack) -> None:
+    ids = stack.says("hello")
+    assert (await stack.chat(max_tokens=len(ids) + 1)).json()["choices"][0]["finish_reason"] == "stop"
+    assert (await stack.chat(max_tokens=len(ids))).json()["choices"][0]["finish_reason"] == "length"
+    assert (await stack.chat(max_tokens=len(ids), stop="o")).json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_stp_09_stop_token_ids_are_not_shown(stack: Stack) -> None:
+    hello, x = stack.encode("hello"), stack.encode("x")
+    stack.plays(hello, x, finishes_apart=True)
+    assert await stack.content(stop_token_ids=x) == "hello"
+    stack.plays([*hello, *x, *hello], [EOS], finishes_apart=True)  # not as the end: below min_tokens
+    assert await stack.content(stop_token_ids=x, min_tokens=9) == "helloxhello"
+    stack.plays(hello, x, step_s=0.01)
+    assert await stack.content(stop_token_ids=x, max_tokens=len(hello) + 1) == "hellox"  # ended by length: it did not stop it
+
+
+async def test_ignored_eos_does_not_hold_text_back(stack: Stack) -> None:
+    never = asyncio.Event()
+    stack.plays([*stack.encode("hello"), EOS], never)
+    body = {"model": "tiny", "prompt": "hi", "stream": True, "ignore_eos": True}
+    async with stack.http.stream("POST", "/v1/completions", json=body) as response:
+        first = await anext(response.aiter_lines())
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "hello"
