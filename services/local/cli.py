@@ -46,6 +46,7 @@ def serve(
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.")
     ] = "auto",
     tensor_parallel_size: Annotated[int, typer.Option(min=1, max=64, help="Ranks: one GPU, or one share of the CPUs, each.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each rank. Default: its share of the CPUs.")] = None,
     host: Annotated[str, typer.Option(help="Address of the gateway; worker and scheduler stay on the loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free one.")] = 8000,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="debug: all logs on the terminal.")] = "info",
@@ -55,6 +56,7 @@ def serve(
     """Serve a model on this machine until Ctrl-C: worker, scheduler and gateway, with their logs in .lockstep."""
     worker = ["--dtype", dtype, "--tensor-parallel-size", str(tensor_parallel_size), "--engine", engine]
     worker += ["--max-model-len", str(max_model_len)] if max_model_len is not None else []
+    worker += ["--threads", str(threads)] if threads is not None else []
     worker += ["--script", str(script.absolute())] if script is not None else []
     options = Options(
         model=model.absolute() if model is not None else None,

@@ -21,6 +21,7 @@ class WorkerSettings(Settings):
     engine: Literal["torch", "scripted"] = Field("torch", description="scripted: plays given token ids, computes nothing.")
     script: Path | None = Field(None, description="What the scripted engine plays: see services/worker/engine/scripted.py.")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the group, one GPU or one share of the CPUs each.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: its share of the CPUs.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU.")
     max_model_len: int | None = Field(None, ge=1, description="Tokens of prompt and completion together; default: what the model allows.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens of one page of the KV cache.")

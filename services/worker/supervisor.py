@@ -114,7 +114,7 @@ class Supervisor:
                 num_pages=settings.num_pages,
                 kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
                 slots=settings.max_num_seqs,
-                threads=max(1, len(os.sched_getaffinity(0)) // ranks),
+                threads=settings.threads or max(1, len(os.sched_getaffinity(0)) // ranks),
                 rendezvous=f"file://{Path(self._scratch.name) / 'rendezvous'}",
                 ring_fd=ring,
                 bell_fd=bell,
