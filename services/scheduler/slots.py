@@ -19,9 +19,6 @@ class SlotState(IntEnum):
     RETIRED = 3  # gets no further rows; free once its last plan has passed
 
 
-RUNNING = (SlotState.PREFILL, SlotState.DECODE)
-
-
 class Slots:
     """Structure of arrays; nothing here is decided, only kept."""
 
@@ -88,4 +85,6 @@ class Slots:
 
     def are_running(self, slots: Int32s) -> NDArray[np.bool_]:
         """Which of them may still bring tokens."""
-        return np.isin(self.state[slots], RUNNING)
+        state = self.state[slots]
+        running: NDArray[np.bool_] = (state == SlotState.PREFILL) | (state == SlotState.DECODE)
+        return running

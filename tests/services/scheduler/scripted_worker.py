@@ -19,7 +19,7 @@ LIMITS = Limits(slots=4, pages=33, page_size=4, max_length=64, max_step_tokens=3
 
 
 class ScriptedWorker(ExecutionServicer):
-    """Steps take `step_s`; none runs while `paused` is set."""
+    """Steps take `step_s`; none ends while `running` is clear."""
 
     def __init__(self, limits: Limits = LIMITS, fingerprint: str = "abc", step_s: float = 0.0005) -> None:
         self.limits, self.fingerprint, self.step_s = limits, fingerprint, step_s
@@ -29,12 +29,14 @@ class ScriptedWorker(ExecutionServicer):
         self.running.set()
         self.hellos: list[tuple[int, int]] = []
         self.plans = 0
+        self.described_ready = 0  # times that Describe said so
         self.slot_epoch = 7
         self.outbox: Outbox[pb.ExecutionExecuteResponse] | None = None
         self.port = 0
 
     async def Describe(self, request: pb.ExecutionDescribeRequest, context: grpc.aio.ServicerContext) -> pb.ExecutionDescribeResponse:
         limits = self.limits
+        self.described_ready += self.ready
         epoch, stream = max(self.hellos, default=(0, 0))
         group = pb.WorkerGroup(
             name="group-0",

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.scheduler.group import FAILED, Group, StepResult
 from services.scheduler.pages import PageState
 from services.scheduler.requests import Finished, Request
-from services.scheduler.slots import RUNNING, SlotState
+from services.scheduler.slots import SlotState
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from shared.protocol.plan import Limits, Plan
 from tests.services.scheduler.build import make_request
@@ -129,8 +129,9 @@ class GroupMachine(RuleBasedStateMachine):
         for slot in range(LIMITS.slots):
             owned = np.flatnonzero(group.pool.owner == slot)
             assert sorted(slots.pages(slot).tolist()) == owned.tolist()
-            assert (slots.requests[slot] is not None) == (slots.state[slot] in RUNNING)
-            if slots.state[slot] in RUNNING:
+            is_running = slots.state[slot] in (SlotState.PREFILL, SlotState.DECODE)
+            assert (slots.requests[slot] is not None) == is_running
+            if is_running:
                 assert slots.planned[slot] <= slots.max_length[slot]
         running = [request for request in slots.requests if request is not None]
         assert group.num_running == len(running)

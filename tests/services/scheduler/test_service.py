@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,13 +13,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.scheduler.__main__ import serve
 from services.scheduler.settings import SchedulerSettings
-from shared.protocol import files
+from shared.protocol import execution_pb2, files
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub
 from shared.rpc import PROTOCOL_VERSION, channel
 from tests.services.scheduler.device import EOS, next_token
 from tests.services.scheduler.scripted_worker import FILES, LIMITS, ScriptedWorker, serving
-from tests.services.scheduler.session_client import SessionClient, session, submit
+from tests.services.scheduler.session_client import session, submit
+
+ONE_SLOT = replace(LIMITS, slots=1)
 
 
 def expected(prompt: list[int], max_tokens: int) -> list[int]:
@@ -49,6 +52,12 @@ async def scheduling(folder: Path, *workers: ScriptedWorker, ready: bool = True,
         await service
 
 
+async def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 async def health(target: str) -> int:
     async with channel(target) as opened:
         return (await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest())).status
@@ -61,7 +70,7 @@ async def describe(target: str) -> pb.GenerationDescribeResponse:
 
 async def test_requests_are_answered(tmp_path: Path) -> None:
     async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
-        prompts = {number: list(range(1, 2 + number)) for number in range(20)}
+        prompts = {number: list(range(1, 2 + number)) for number in range(20)}  # more than there are slots
         for number, prompt in prompts.items():
             client.submit(submit(number, prompt, max_tokens=20))
         for number, prompt in prompts.items():
@@ -70,3 +79,279 @@ async def test_requests_are_answered(tmp_path: Path) -> None:
             assert answer.finished is not None
             assert answer.finished.completion_tokens == len(answer.ids)
             assert answer.finished.reason == (pb.FINISH_REASON_STOP if answer.ids[-1] == EOS else pb.FINISH_REASON_LENGTH)
+
+
+async def test_two_workers_share_the_load(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as one, serving(ScriptedWorker()) as other, scheduling(tmp_path, one, other) as target:
+        await eventually(lambda: bool(one.hellos and other.hellos))
+        async with session(target) as client:
+            for number in range(8):
+                client.submit(submit(number, [number + 1], max_tokens=30))
+            for number in range(8):
+                assert (await client.ended(number)).ids == expected([number + 1], 30)
+        assert one.plans
+        assert other.plans
+
+
+async def test_describe_waits_for_a_group(tmp_path: Path) -> None:
+    worker = ScriptedWorker()
+    worker.ready = False
+    async with serving(worker), scheduling(tmp_path, worker, ready=False) as target:
+        with pytest.raises(grpc.aio.AioRpcError, match="no worker group") as caught:
+            await describe(target)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert await health(target) == health_pb2.HealthCheckResponse.NOT_SERVING
+        async with session(target) as client:
+            client.submit(submit(1, [1], 1))
+            answer = await client.ended(1)
+            assert answer.rejected is not None
+            assert answer.rejected.reason == pb.REJECT_REASON_UNAVAILABLE
+        worker.ready = True
+        async with asyncio.timeout(10):
+            while await health(target) != health_pb2.HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.01)
+        described = await describe(target)
+        assert (described.fingerprint, described.vocab_size, list(described.eos_ids)) == ("abc", LIMITS.vocab_size, [EOS])
+        assert described.max_length == LIMITS.max_length
+
+
+async def test_another_protocol_is_refused(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, channel(target) as opened:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await GenerationStub(opened).Describe(pb.GenerationDescribeRequest(protocol_version="2.0"))
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_files_are_relayed(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, channel(target) as opened:
+        stub = GenerationStub(opened)
+        assert await files.receive(aiter(stub.Files(pb.GenerationFilesRequest(fingerprint="abc")))) == list(FILES)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await files.receive(aiter(stub.Files(pb.GenerationFilesRequest(fingerprint="other"))))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_resumed_request_goes_on_after_what_was_delivered(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
+        whole = expected([4, 2], 12)
+        client.submit(submit(1, [4, 2], 12, attempt=2, delivered=tuple(whole[:5])))
+        assert (await client.ended(1, attempt=2)).ids == whole
+        client.submit(submit(1, [4, 2], 12, attempt=3, delivered=tuple(whole)))  # its end alone was lost
+        answer = await client.ended(1, attempt=3)
+        assert answer.finished is not None
+        assert answer.finished.completion_tokens == len(whole)
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"prompt": []}, pb.REJECT_REASON_INVALID),
+        ({"prompt": [LIMITS.vocab_size]}, pb.REJECT_REASON_INVALID),
+        ({"prompt": [1] * 60, "max_tokens": 5}, pb.REJECT_REASON_TOO_LONG),
+        ({"sampling": pb.Sampling(temperature=float("nan"), seed=1)}, pb.REJECT_REASON_INVALID),
+    ],
+)
+async def test_what_is_not_acceptable_is_rejected(tmp_path: Path, fields: dict[str, object], reason: int) -> None:
+    message = submit(1, **({"prompt": [1], "max_tokens": 3} | {k: v for k, v in fields.items() if k != "sampling"}))  # type: ignore[arg-type]
+    if "sampling" in fields:
+        message.sampling.CopyFrom(fields["sampling"])  # type: ignore[arg-type]
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
+        client.submit(message)
+        client.submit(submit(2, [1], 3))
+        answer = await client.ended(1)
+        assert answer.rejected is not None
+        assert answer.rejected.reason == reason
+        assert (await client.ended(2)).ids == expected([1], 3)
+
+
+async def test_cancel_frees_the_slot(tmp_path: Path) -> None:
+    worker = ScriptedWorker(ONE_SLOT, step_s=0.005)
+    async with serving(worker), scheduling(tmp_path, worker) as target, session(target) as client:
+        client.submit(submit(1, [1], 60, ignore_eos=True))
+        client.submit(submit(2, [2], 3))
+        await client.until(1, lambda answer: len(answer.ids) >= 3)
+        client.cancel(1, accepted=2)
+        client.cancel(1)
+        client.cancel(99)
+        answer = await client.ended(1)
+        assert answer.finished is not None
+        assert answer.finished.reason == pb.FINISH_REASON_CANCELLED
+        assert (await client.ended(2)).ids == expected([2], 3)
+
+
+async def test_a_cancel_may_come_first(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
+        client.cancel(1, attempt=1)
+        client.submit(submit(1, [1], 60))
+        client.submit(submit(1, [1], 3, attempt=2))
+        answer = await client.ended(1)
+        assert answer.finished is not None
+        assert answer.finished.reason == pb.FINISH_REASON_CANCELLED
+        assert (await client.ended(1, attempt=2)).ids == expected([1], 3)
+
+
+async def test_a_session_that_ends_takes_its_requests_along(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker(ONE_SLOT, step_s=0.005)) as worker, scheduling(tmp_path, worker) as target:
+        async with session(target) as client:
+            client.submit(submit(1, [1], 60, ignore_eos=True))
+            client.submit(submit(2, [1], 60, ignore_eos=True))
+            await client.until(1, lambda answer: bool(answer.ids))
+        plans = worker.plans
+        async with session(target) as client:
+            client.submit(submit(1, [2], 3))
+            assert (await client.ended(1)).ids == expected([2], 3)
+        assert worker.plans < plans + 30
+
+
+async def test_a_silent_gateway_is_dropped(tmp_path: Path) -> None:
+    async def only_a_hello() -> AsyncIterator[pb.GenerationSessionRequest]:
+        yield pb.GenerationSessionRequest(hello=pb.SessionHello(protocol_version=PROTOCOL_VERSION, gateway="mute"))
+        yield pb.GenerationSessionRequest(submit=submit(1, [1], 60, ignore_eos=True))
+        await asyncio.Event().wait()
+
+    worker = ScriptedWorker(ONE_SLOT)
+    async with serving(worker), scheduling(tmp_path, worker) as target, channel(target) as opened, session(target) as client:
+        worker.running.clear()
+        call = GenerationStub(opened).Session(only_a_hello())
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing for 2 s"):
+            async for _ in call:
+                pass
+        worker.running.set()
+        client.submit(submit(1, [2], 3))
+        assert (await client.ended(1)).ids == expected([2], 3)
+
+
+async def test_a_lost_worker_ends_its_requests_and_is_found_again(tmp_path: Path) -> None:
+    worker = ScriptedWorker(step_s=0.005)
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(contextlib.AsyncExitStack())
+        await first.enter_async_context(serving(worker))
+        target = await stack.enter_async_context(scheduling(tmp_path, worker))
+        client = await stack.enter_async_context(session(target))
+        client.submit(submit(1, [1], 60, ignore_eos=True))
+        await client.until(1, lambda answer: len(answer.ids) >= 3)
+        await first.aclose()
+        answer = await client.ended(1)
+        assert answer.finished is not None
+        assert (answer.finished.reason, answer.finished.detail) == (pb.FINISH_REASON_ERROR, "the worker group was lost")
+        client.submit(submit(2, [2], 3))  # held
+        again = ScriptedWorker()
+        await stack.enter_async_context(serving(again, worker.port))
+        assert (await client.ended(2)).ids == expected([2], 3)
+        assert again.hellos[0] > worker.hellos[0]
+
+
+async def test_a_silent_worker_is_lost(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
+        worker.silent = True
+        client.submit(submit(1, [1], 60))
+        answer = await client.ended(1, within_s=5)
+        assert answer.finished is not None
+        assert answer.finished.detail == "the worker group was lost"
+        worker.silent = False
+        await eventually(lambda: len(worker.hellos) == 2)
+        assert worker.hellos[1] > worker.hellos[0]
+        client.submit(submit(2, [2], 3))
+        assert (await client.ended(2)).ids == expected([2], 3)
+
+
+@pytest.mark.parametrize("plan, stream", [(999, 1), (0, 7)])
+async def test_a_result_that_cannot_be_ends_the_stream(tmp_path: Path, plan: int, stream: int) -> None:
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
+        await eventually(lambda: worker.outbox is not None)
+        assert worker.outbox is not None
+        result = execution_pb2.PlanResult(
+            plan=plan, epoch=worker.hellos[0][0], stream=stream, iterations=1, ids=bytes(4), slot_epochs=bytes(4)
+        )
+        worker.outbox.put(execution_pb2.ExecutionExecuteResponse(result=result))
+        await eventually(lambda: len(worker.hellos) == 2)
+        client.submit(submit(1, [2], 3))
+        assert (await client.ended(1)).ids == expected([2], 3)
+
+
+async def test_held_requests_are_rejected_after_a_while(tmp_path: Path) -> None:
+    worker = ScriptedWorker()
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(contextlib.AsyncExitStack())
+        await first.enter_async_context(serving(worker))
+        target = await stack.enter_async_context(scheduling(tmp_path, worker, group_wait_s=0.2))
+        client = await stack.enter_async_context(session(target))
+        await first.aclose()
+        async with asyncio.timeout(10):
+            while await health(target) == health_pb2.HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.01)
+        client.submit(submit(1, [1], 3))
+        answer = await client.ended(1)
+        assert answer.rejected is not None
+        assert answer.rejected.reason == pb.REJECT_REASON_UNAVAILABLE
+
+
+async def test_a_full_queue_rejects_but_for_resumed_requests(tmp_path: Path) -> None:
+    worker = ScriptedWorker(ONE_SLOT)
+    async with serving(worker), scheduling(tmp_path, worker, max_waiting_requests=2) as target, session(target) as client:
+        worker.running.clear()
+        for number in range(4):
+            client.submit(submit(number, [1], 5))
+        client.submit(submit(4, [1], 5, attempt=2, delivered=tuple(expected([1], 2))))
+        answer = await client.ended(3)
+        assert answer.rejected is not None
+        assert answer.rejected.reason == pb.REJECT_REASON_OVERLOADED
+        assert answer.rejected.retry_after_ms >= 1_000
+        worker.running.set()
+        for number in range(3):
+            assert (await client.ended(number)).ids == expected([1], 5)
+        assert (await client.ended(4, attempt=2)).ids == expected([1], 5)
+
+
+async def test_a_deadline_passes_while_waiting_and_while_running(tmp_path: Path) -> None:
+    worker = ScriptedWorker(ONE_SLOT)
+    async with serving(worker), scheduling(tmp_path, worker) as target, session(target) as client:
+        worker.running.clear()
+        client.submit(submit(1, [1], 60, deadline_ms=150))
+        client.submit(submit(2, [1], 60, deadline_ms=150))
+        running, waiting = await client.ended(1), await client.ended(2)
+        assert running.finished is not None
+        assert running.finished.reason == pb.FINISH_REASON_ERROR
+        assert waiting.rejected is not None
+        assert waiting.rejected.reason == pb.REJECT_REASON_DEADLINE
+
+
+async def test_another_model_is_refused(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as worker, serving(ScriptedWorker(fingerprint="xyz")) as other:
+        other.ready = False
+        async with scheduling(tmp_path, worker, other) as target, session(target) as client:
+            other.ready = True
+            for number in range(8):
+                client.submit(submit(number, [number], 40))
+            for number in range(8):
+                await client.ended(number)
+            await eventually(lambda: other.described_ready > 1)
+            assert not other.hellos
+
+
+async def test_epochs_rise_above_what_others_have_seen(tmp_path: Path) -> None:
+    worker = ScriptedWorker()
+    worker.hellos.append((5, 9))
+    async with serving(worker), scheduling(tmp_path, worker) as target:
+        assert worker.hellos[1][0] == 6
+        async with session(target, highest_epoch=40) as client:
+            await eventually(lambda: client.epoch >= 40)
+
+
+async def test_a_draining_group_gets_nothing_new(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker(ONE_SLOT, step_s=0.002)) as worker, serving(ScriptedWorker()) as other:
+        other.ready = False
+        async with scheduling(tmp_path, worker, other) as target, session(target) as client:
+            client.submit(submit(1, [1], 50, ignore_eos=True))
+            client.submit(submit(2, [2], 5))  # waits for the slot
+            await client.until(1, lambda answer: bool(answer.ids))
+            assert worker.outbox is not None
+            draining = execution_pb2.Draining(remaining_ms=5_000)
+            worker.outbox.put(execution_pb2.ExecutionExecuteResponse(draining=draining))
+            async with asyncio.timeout(10):
+                while await health(target) == health_pb2.HealthCheckResponse.SERVING:
+                    await asyncio.sleep(0.005)
+            other.ready = True
+            assert (await client.ended(2)).ids == expected([2], 5)
+            assert len((await client.ended(1)).ids) == 50
+            assert other.plans
