@@ -29,6 +29,11 @@ MAX_CONNECTIONS = 32  # beyond them the oldest is cut off, so that those who ope
 SOCKET_TIMEOUT_S = 5.0
 STOP_POLL_S = 0.05  # how soon the server notices that it should stop
 
+OPENMETRICS = "application/openmetrics-text"
+# Asked for OpenMetrics with any other escaping, the client library writes the colon of `vllm:` as an underscore, in sample lines
+# alone. All our names are valid without escaping, so it is never needed.
+OPENMETRICS_AS_IT_IS = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
+
 Probe = Callable[[], str | None]  # None when all is well, else what is not; called from threads of the admin server
 
 
@@ -99,6 +104,8 @@ def _application(registry: CollectorRegistry, live: Sequence[Probe], ready: Prob
             return text("405 Method Not Allowed", "only GET\n", start_response)
         match environ["PATH_INFO"]:
             case "/metrics":
+                if OPENMETRICS in environ.get("HTTP_ACCEPT", ""):
+                    environ["HTTP_ACCEPT"] = OPENMETRICS_AS_IT_IS
                 return metrics(environ, start_response)  # type: ignore[no-any-return]
             case "/livez":
                 return probe(live, start_response)

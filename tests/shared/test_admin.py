@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as text
 from pydantic_settings import SettingsConfigDict
@@ -19,7 +19,8 @@ from shared.errors import LockstepError
 from shared.metrics import BatchHistogram, Twins, new_registry
 from shared.settings import Settings, load
 
-OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
+PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,text/plain;q=0.3"
+PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;q=0.4"
 
 
 class ThingSettings(Settings):
@@ -77,18 +78,21 @@ async def test_k8s_03_a_stuck_event_loop_is_seen_from_outside_and_a_live_one_too
     beating.cancel()
 
 
-def test_both_formats_are_the_official_ones() -> None:
+@pytest.mark.parametrize("accept", ["application/openmetrics-text", PROMETHEUS_2, PROMETHEUS_3])
+def test_both_formats_are_the_official_ones(accept: str) -> None:
     registry = new_registry("thing")
+    Gauge("vllm:things", "Things.", registry=registry)
     counter = Counter("lockstep_things", "Things.", ["name"], registry=registry)
     counter.labels('a "b" \\ c\nd').inc(3)
     with serving(registry=registry) as url:
-        plain, fancy = get(f"{url}/metrics"), get(f"{url}/metrics", **OPENMETRICS)
+        plain, fancy = get(f"{url}/metrics"), get(f"{url}/metrics", Accept=accept)
     assert plain.headers["content-type"].startswith("text/plain")
     assert fancy.headers["content-type"].startswith("application/openmetrics-text")
     for families in (list(text(plain.text)), list(openmetrics(fancy.text))):
         samples = {sample.name: sample for family in families for sample in family.samples}
         assert samples["lockstep_things_total"].value == 3
         assert samples["lockstep_things_total"].labels == {"name": 'a "b" \\ c\nd'}
+        assert samples["vllm:things"].value == 0
         assert samples["lockstep_build_info"].labels["service"] == "thing"
         assert samples["process_resident_memory_bytes"].value > 0
         assert not any(name.endswith("_created") for name in samples)

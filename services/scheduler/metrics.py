@@ -1,0 +1,275 @@
+"""The engine's series: what requests went through, group by group, under vLLM's names with our prefix and, on demand, with its own.
+
+Labels: `model_name` from the settings; `engine`, the name of a worker group, or NO_ENGINE for requests that no group has.
+Counters and histograms are told; gauges are read from the live state by each scrape, so that nothing can be left behind in one.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from shared.metrics import (
+    LATENCY_BUCKETS,
+    REQUEST_TOKENS_BUCKETS,
+    STEP_BUCKETS,
+    STEP_TOKENS_BUCKETS,
+    TOKEN_LATENCY_BUCKETS,
+    TTFT_BUCKETS,
+    BatchHistogram,
+    Twins,
+)
+from shared.protocol.generation_pb2 import FinishReason, RejectReason
+
+NO_ENGINE = "none"
+OTHER_ENGINE = "other"
+MAX_ENGINES = 256  # groups with series of their own; a name is never forgotten, since its counters must not go back
+
+FINISHED_REASONS = {
+    FinishReason.FINISH_REASON_STOP: "stop",
+    FinishReason.FINISH_REASON_LENGTH: "length",
+    FinishReason.FINISH_REASON_CANCELLED: "abort",
+    FinishReason.FINISH_REASON_ERROR: "error",
+}
+REJECTED_REASONS = {
+    RejectReason.REJECT_REASON_INVALID: "invalid",
+    RejectReason.REJECT_REASON_TOO_LONG: "too_long",
+    RejectReason.REJECT_REASON_OVERLOADED: "overloaded",
+    RejectReason.REJECT_REASON_DEADLINE: "deadline",
+    RejectReason.REJECT_REASON_UNAVAILABLE: "unavailable",
+}
+TWINS = frozenset(
+    (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+        *("prompt_tokens", "generation_tokens", "request_success"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What gauges show of a group; of one that is not there, nothing."""
+
+    ready: bool = False
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_usage: float = 0.0  # 0 to 1
+    pages: dict[str, int] = field(default_factory=dict)  # by state
+    page_size: int = 0
+    num_pages: int = 0  # the scratch page not included
+    outstanding_plans: int = 0
+    lead_s: float = 0.0
+    lead_target_s: float = 0.0
+
+
+ReadState = Callable[[], EngineState]
+
+PAGE_STATES = ("ready", "owned", "cooling")
+GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
+    ("num_requests_running", "Requests that have a slot.", lambda state: state.running),
+    ("num_requests_waiting", "Requests that wait for a slot.", lambda state: state.waiting),
+    ("num_tokens_waiting", "Tokens that waiting requests have to prefill.", lambda state: state.waiting_tokens),
+    ("kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1.", lambda state: state.kv_usage),
+    ("scheduler_group_ready", "1 while the group takes requests.", lambda state: state.ready),
+    ("scheduler_outstanding_plans", "Plans whose results are not in.", lambda state: state.outstanding_plans),
+    ("scheduler_lead_seconds", "Time of the work that is queued at the group behind the plan that runs.", lambda state: state.lead_s),
+    ("scheduler_lead_target_seconds", "Time of work that should be queued there.", lambda state: state.lead_target_s),
+)
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """When a request got where, in seconds on the scheduler's clock; None: it did not."""
+
+    arrived_at: float
+    admitted_at: float | None
+    first_token_at: float | None
+    ended_at: float
+
+    @property
+    def queue_s(self) -> float:
+        """Until it had a slot or, without one, ended."""
+        return (self.ended_at if self.admitted_at is None else self.admitted_at) - self.arrived_at
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def total_s(self) -> float:
+        return self.ended_at - self.arrived_at
+
+
+class SchedulerMetrics:
+    """Of all groups."""
+
+    def __init__(self, model_name: str, vllm_names: bool, registry: CollectorRegistry) -> None:
+        self._model_name = model_name
+        self._series = _Series(registry)
+        self._gauges = _Gauges(model_name, registry)
+        self._engines: dict[str, EngineMetrics] = {}
+        rejected = Counter(
+            "lockstep_scheduler_requests_rejected",
+            "Requests that were not accepted, or given up before they could start.",
+            ["model_name", "reason"],
+            registry=registry,
+        )
+        self._rejected = {reason: rejected.labels(model_name, word) for reason, word in REJECTED_REASONS.items()}
+        self.no_engine = self.engine(NO_ENGINE)
+        if vllm_names:
+            Twins("lockstep_", "vllm:", (self._gauges, *self._series.collectors), TWINS, registry)
+
+    def engine(self, name: str) -> "EngineMetrics":
+        """The series of a group; those that it had when it was here before."""
+        if name not in self._engines and len(self._engines) > MAX_ENGINES:
+            name = OTHER_ENGINE
+        if name not in self._engines:
+            self._engines[name] = EngineMetrics(self._series, self._gauges, self._model_name, name)
+        return self._engines[name]
+
+    def rejected(self, reason: RejectReason) -> None:
+        """A request was not accepted."""
+        self._rejected[reason].inc()
+
+
+class EngineMetrics:
+    """Of one group, or of the requests that have none."""
+
+    def __init__(self, series: "_Series", gauges: "_Gauges", model_name: str, name: str) -> None:
+        labels = (model_name, name)
+        self._name, self._gauges = name, gauges
+        self._ttft = series.ttft.labels(*labels)
+        self._itl = series.itl.labels(*labels)
+        self._per_token = series.per_token.labels(*labels)
+        self._e2e = series.e2e.labels(*labels)
+        self._queue = series.queue.labels(*labels)
+        self._prefill = series.prefill.labels(*labels)
+        self._decode = series.decode.labels(*labels)
+        self._inference = series.inference.labels(*labels)
+        self._request_prompt = series.request_prompt.labels(*labels)
+        self._request_generation = series.request_generation.labels(*labels)
+        self._max_tokens = series.max_tokens.labels(*labels)
+        self._prompt = series.prompt.labels(*labels)
+        self._generation = series.generation.labels(*labels)
+        self._preemptions = series.preemptions.labels(*labels)
+        self._success = {reason: series.success.labels(*labels, word) for reason, word in FINISHED_REASONS.items()}
+        self._step_tokens = series.step_tokens.labels(*labels)
+        self._step = series.step.labels(*labels)
+        gauges.read[name] = EngineState
+
+    def watch(self, read: ReadState) -> None:
+        """The group is here. `read` is called by scrapes, in threads of theirs: it changes nothing and waits for nothing."""
+        self._gauges.read[self._name] = read
+
+    def gone(self) -> None:
+        """The group is lost: its gauges are at rest, its counters stay."""
+        self._gauges.read[self._name] = EngineState
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """One iteration of decode rows and prefill tokens, timed by the worker."""
+        self._step_tokens.observe(tokens)
+        self._step.observe(seconds)
+
+    def tokens(self, gaps_s: NDArray[np.float64]) -> None:
+        """One iteration's tokens, each with the time since the one before it in its request; NaN where there was none."""
+        self._generation.inc(len(gaps_s))
+        self._itl.observe(gaps_s[~np.isnan(gaps_s)])
+
+    def first_token(self, prompt_tokens: int, queue_s: float, prefill_s: float) -> None:
+        """Of a request that was not resumed."""
+        self._prompt.inc(prompt_tokens)
+        self._ttft.observe(queue_s + prefill_s)
+        self._queue.observe(queue_s)
+        self._prefill.observe(prefill_s)
+
+    def preempted(self) -> None:
+        """A running request has lost its slot and will go on later."""
+        self._preemptions.inc()
+
+    def ended(self, reason: FinishReason, prompt_tokens: int, completion_tokens: int, max_tokens: int, times: RequestTimes) -> None:
+        """A request that had been accepted has come to its end; once for each."""
+        self._success[reason].inc()
+        self._e2e.observe(times.total_s)
+        self._request_prompt.observe(prompt_tokens)
+        self._request_generation.observe(completion_tokens)
+        self._max_tokens.observe(max_tokens)
+        if times.first_token_at is not None and times.admitted_at is not None:
+            decode_s = times.ended_at - times.first_token_at
+            self._decode.observe(decode_s)
+            self._inference.observe(times.ended_at - times.admitted_at)
+            if completion_tokens > 1:
+                self._per_token.observe(decode_s / (completion_tokens - 1))
+
+
+class _Series:
+    """What counts and measures; the labels of all are model_name and engine."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["model_name", "engine"]
+
+        def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"lockstep_{name}", documentation, labels, buckets=buckets, registry=registry)
+
+        def counter(name: str, documentation: str, *more: str) -> Counter:
+            return Counter(f"lockstep_{name}", documentation, [*labels, *more], registry=registry)
+
+        self.ttft = histogram("time_to_first_token_seconds", "From the arrival of a request to its first token.", TTFT_BUCKETS)
+        self.itl = BatchHistogram(
+            "lockstep_inter_token_latency_seconds", "Time between tokens of a request.", labels, TOKEN_LATENCY_BUCKETS, registry
+        )
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time between a request's tokens after the first.", TOKEN_LATENCY_BUCKETS
+        )
+        self.e2e = histogram("e2e_request_latency_seconds", "From the arrival of a request to its end.", LATENCY_BUCKETS)
+        self.queue = histogram("request_queue_time_seconds", "From the arrival of a request to its slot.", LATENCY_BUCKETS)
+        self.prefill = histogram("request_prefill_time_seconds", "From a request's slot to its first token.", LATENCY_BUCKETS)
+        self.decode = histogram("request_decode_time_seconds", "From a request's first token to its end.", LATENCY_BUCKETS)
+        self.inference = histogram("request_inference_time_seconds", "From a request's slot to its end.", LATENCY_BUCKETS)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", REQUEST_TOKENS_BUCKETS)
+        self.request_generation = histogram("request_generation_tokens", "Completion tokens of a request.", REQUEST_TOKENS_BUCKETS)
+        self.max_tokens = histogram("request_params_max_tokens", "Completion tokens that a request allows.", REQUEST_TOKENS_BUCKETS)
+        self.prompt = counter("prompt_tokens", "Prompt tokens of requests that have begun to answer.")
+        self.generation = counter("generation_tokens", "Completion tokens that were computed.")
+        self.preemptions = counter("num_preemptions", "Requests that lost their slot to others.")
+        self.success = counter("request_success", "Requests that have ended, by reason.", "finished_reason")
+        self.step_tokens = histogram("iteration_tokens_total", "Tokens of a step, decodes and prefill together.", STEP_TOKENS_BUCKETS)
+        self.step = histogram("scheduler_step_seconds", "Time of a step, as the worker measured it.", STEP_BUCKETS)
+
+    @property
+    def collectors(self) -> tuple[Collector, ...]:
+        return self.ttft, self.itl, self.e2e, self.prompt, self.generation, self.success
+
+
+class _Gauges(Collector):
+    """Asks the groups. The scrape's thread reads while the event loop goes on: each number is right, all together nearly so."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        self._model_name = model_name
+        self.read: dict[str, ReadState] = {}  # by engine
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["model_name", "engine"]
+        states = {name: read() for name, read in list(self.read.items())}
+        for gauge, documentation, value in GAUGES:
+            family = GaugeMetricFamily(f"lockstep_{gauge}", documentation, labels=labels)
+            for name, state in states.items():
+                family.add_metric([self._model_name, name], value(state))
+            yield family
+        pages = GaugeMetricFamily("lockstep_scheduler_pages", "Pages of the KV cache, by state.", labels=[*labels, "state"])
+        config = GaugeMetricFamily(
+            "lockstep_cache_config_info", "1; the labels say how large the KV cache is.", labels=[*labels, "block_size", "num_gpu_blocks"]
+        )
+        for name, state in states.items():
+            for word in PAGE_STATES:
+                pages.add_metric([self._model_name, name, word], state.pages.get(word, 0))
+            if state.num_pages:
+                config.add_metric([self._model_name, name, str(state.page_size), str(state.num_pages)], 1)
+        yield from (pages, config)

@@ -1,0 +1,144 @@
+"""The engine's series: there from the start, counted once, at rest when a group is gone, and the same under both names."""
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as text
+
+from services.scheduler.metrics import FINISHED_REASONS, MAX_ENGINES, EngineState, RequestTimes, SchedulerMetrics
+from shared.metrics import new_registry
+from shared.protocol.generation_pb2 import FINISH_REASON_STOP, REJECT_REASON_OVERLOADED
+
+BUSY = EngineState(
+    ready=True,
+    running=3,
+    waiting=2,
+    waiting_tokens=700,
+    kv_usage=0.25,
+    pages={"ready": 75, "owned": 25, "cooling": 0},
+    page_size=16,
+    num_pages=100,
+    outstanding_plans=2,
+    lead_s=0.004,
+    lead_target_s=0.003,
+)
+
+
+class Metrics(SchedulerMetrics):
+    def __init__(self, model_name: str = "tiny", vllm_names: bool = True) -> None:
+        self.registry = new_registry("scheduler")
+        super().__init__(model_name, vllm_names, self.registry)
+
+    def value(self, name: str, engine: str = "blue", **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, {"model_name": "tiny", "engine": engine, **labels})
+
+
+def samples(registry: CollectorRegistry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if not family.name.startswith("process_")
+    }
+
+
+def test_every_series_is_there_at_0_before_any_group() -> None:
+    metrics = Metrics()
+    values = {name: value for (name, _), value in samples(metrics.registry).items() if name != "lockstep_build_info"}
+    assert set(values.values()) == {0}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "time_to_first_token_seconds_count"):
+        assert values[f"lockstep_{name}"] == values[f"vllm:{name}"] == 0
+    for word in FINISHED_REASONS.values():
+        assert metrics.value("vllm:request_success_total", "none", finished_reason=word) == 0
+
+
+def test_gauges_are_read_by_the_scrape_and_rest_when_the_group_is_gone() -> None:
+    metrics = Metrics()
+    engine = metrics.engine("blue")
+    engine.watch(lambda: BUSY)
+    for prefix in ("lockstep_", "vllm:"):
+        assert metrics.value(f"{prefix}num_requests_running") == 3
+        assert metrics.value(f"{prefix}num_requests_waiting") == 2
+        assert metrics.value(f"{prefix}kv_cache_usage_perc") == 0.25
+        assert metrics.value(f"{prefix}cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+    assert metrics.value("lockstep_scheduler_pages", state="owned") == 25
+    engine.gone()
+    assert metrics.value("lockstep_num_requests_running") == metrics.value("vllm:num_requests_waiting") == 0
+    assert metrics.value("lockstep_scheduler_pages", state="owned") == 0
+
+
+def test_a_request_is_measured_from_its_arrival_to_its_end() -> None:
+    metrics = Metrics()
+    engine = metrics.engine("blue")
+    engine.first_token(prompt_tokens=7, queue_s=0.5, prefill_s=0.25)
+    engine.tokens(np.array([np.nan]))
+    engine.tokens(np.array([0.015, np.nan]))
+    engine.ended(FINISH_REASON_STOP, 7, 3, 20, RequestTimes(arrived_at=10.0, admitted_at=10.5, first_token_at=10.75, ended_at=11.75))
+    expected = {
+        "prompt_tokens_total": 7,
+        "generation_tokens_total": 3,
+        "time_to_first_token_seconds_sum": 0.75,
+        "request_queue_time_seconds_sum": 0.5,
+        "request_prefill_time_seconds_sum": 0.25,
+        "request_decode_time_seconds_sum": 1.0,
+        "request_inference_time_seconds_sum": 1.25,
+        "e2e_request_latency_seconds_sum": 1.75,
+        "request_time_per_output_token_seconds_sum": 0.5,
+        "inter_token_latency_seconds_count": 1,
+        "request_params_max_tokens_sum": 20,
+    }
+    assert {name: metrics.value(f"lockstep_{name}") for name in expected} == expected
+    assert metrics.value("lockstep_request_success_total", finished_reason="stop") == 1
+    assert metrics.value("vllm:generation_tokens_total") == 3
+    assert metrics.value("vllm:inter_token_latency_seconds_bucket", le="0.015") == 1
+
+
+def test_a_request_that_never_had_a_slot_waited_until_its_end() -> None:
+    times = RequestTimes(arrived_at=1.0, admitted_at=None, first_token_at=None, ended_at=3.0)
+    assert (times.queue_s, times.ttft_s, times.total_s) == (2.0, None, 2.0)
+
+
+def test_a_group_that_comes_again_counts_on() -> None:
+    metrics = Metrics()
+    metrics.engine("blue").tokens(np.array([0.1]))
+    metrics.engine("blue").gone()
+    metrics.engine("blue").tokens(np.array([0.1]))
+    assert metrics.value("lockstep_generation_tokens_total") == 2
+
+
+def test_met_05_ever_new_groups_do_not_make_ever_more_series() -> None:
+    metrics = Metrics()
+    for number in range(MAX_ENGINES):
+        metrics.engine(f"group-{number}")
+    full = len(samples(metrics.registry))
+    for number in range(100):
+        metrics.engine(f"another-{number}").tokens(np.array([0.1]))
+    assert len(samples(metrics.registry)) < 1.01 * full
+    assert metrics.value("lockstep_generation_tokens_total", "other") == 100
+
+
+def test_rejected_requests_are_counted_by_reason() -> None:
+    metrics = Metrics()
+    metrics.rejected(REJECT_REASON_OVERLOADED)
+    labels = {"model_name": "tiny", "reason": "overloaded"}
+    assert metrics.registry.get_sample_value("lockstep_scheduler_requests_rejected_total", labels) == 1
+
+
+def test_the_twins_can_be_left_out() -> None:
+    assert not any(name.startswith("vllm:") for name, _ in samples(Metrics(vllm_names=False).registry))
+
+
+@pytest.mark.parametrize("model_name", ["tiny", 'a "quoted" \\ name\nof two lines'])
+def test_met_07_the_official_parsers_read_it(model_name: str) -> None:
+    metrics = Metrics(model_name)
+    metrics.engine("blue").watch(lambda: BUSY)
+    plain = list(text(generate_latest(metrics.registry).decode()))
+    fancy = list(openmetrics(generate_openmetrics(metrics.registry, ALLOWUTF8).decode()))
+    for families in (plain, fancy):
+        assert {sample.labels.get("model_name", model_name) for family in families for sample in family.samples} == {model_name}
+        names = [family.name for family in families]
+        assert len(names) == len(set(names)), "HELP and TYPE stand once"
+    assert all(sample.name.endswith("_total") for family in fancy if family.type == "counter" for sample in family.samples)
