@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from kernels.decode_attention import decode_attention_torch, decode_attention_triton
+from tests.kernels.paged import PagedCache, attention
+from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, implementations, randn
+
+IMPLEMENTATIONS = implementations(decode_attention_torch, decode_attention_triton)
+LENGTHS = [1, 17, 64, 65, 150] if INTERPRETED else [1, 17, 64, 65, 190, 1000, 989]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "q_heads, kv_heads, head_size, page_size, window, splits",
+    [
+        (9, 3, 64, 16, None, None),
+        (14, 2, 80, 8, None, 4),
+        (7, 1, 96, 32, 20, 3),
+        (16, 8, 128, 16, None, 1),
+        (5, 1, 128, 16, 70, 8),
+        (4, 4, 256, 64, None, 2),
+        (32, 1, 64, 16, 5, 2),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_float64(implementation, q_heads, kv_heads, head_size, page_size, window, splits, dtype):
+    cache = PagedCache(LENGTHS, kv_heads, head_size, page_size, dtype, seed=head_size)
+    slots = list(range(len(LENGTHS)))[::-1]
+    q = randn(len(slots), q_heads, head_size, seed=1, dtype=dtype)
+    lengths = torch.tensor([LENGTHS[slot] for slot in slots], dtype=torch.int32, device=DEVICE)
+    slots_tensor = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    scale, cut = head_size**-0.5, {"splits": splits} if implementation is decode_attention_triton else {}
+
+    out = implementation(q, cache.k_cache, cache.v_cache, cache.page_table, slots_tensor, lengths, scale, window, **cut)
+
+    expected = torch.cat([attention(q[row : row + 1], *cache.tokens(slot), scale, window) for row, slot in enumerate(slots)])
+    assert_near(out, expected, ulps=2, floor=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_row_of_length_zero_gives_zeros(implementation):
+    cache = PagedCache([20, 30], 2, 64, 16, torch.float32)
+    slots, lengths = torch.tensor([[0, 1], [0, 30]], dtype=torch.int32, device=DEVICE)
+    out = implementation(randn(2, 4, 64, seed=1), cache.k_cache, cache.v_cache, cache.page_table, slots, lengths, 0.1)
+    assert out[0].equal(torch.zeros(4, 64, device=DEVICE))
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_rows(implementation):
+    cache, none = PagedCache([20], 2, 64, 16, torch.float32), torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    assert implementation(randn(0, 4, 64, seed=1), cache.k_cache, cache.v_cache, cache.page_table, none, none, 0.1).shape == (0, 4, 64)
+
+
+@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference is not split")
+def test_with_fixed_splits_a_row_is_the_same_in_every_batch():
+    cache = PagedCache([190, 3, 77], 2, 64, 16, torch.float16)
+    q = randn(3, 6, 64, seed=1, dtype=torch.float16)
+    slots, lengths = torch.tensor([[0, 1, 2], [190, 3, 77]], dtype=torch.int32, device=DEVICE)
+    together = decode_attention_triton(q, cache.k_cache, cache.v_cache, cache.page_table, slots, lengths, 0.1, None, 4)
+    for row in range(3):
+        one = slice(row, row + 1)
+        alone = decode_attention_triton(q[one], cache.k_cache, cache.v_cache, cache.page_table, slots[one], lengths[one], 0.1, None, 4)
+        assert together[one].equal(alone)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="takes a cache of more than 2**31 elements")
+def test_pages_beyond_two_to_the_31_elements():
+    pages, page_size, kv_heads, head_size = 2**31 // (16 * 8 * 128) + 64, 16, 8, 128
+    k_cache, v_cache = (torch.zeros(pages, page_size, kv_heads, head_size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    table = torch.arange(pages - 8, pages, dtype=torch.int32, device=DEVICE)[None]
+    k_cache[-8:], v_cache[-8:] = randn(2, 8, page_size, kv_heads, head_size, seed=1, dtype=torch.bfloat16)
+    q, slots = randn(1, 16, head_size, seed=2, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    out = decode_attention_triton(q, k_cache, v_cache, table, slots, slots + 100, 0.1)
+    expected = attention(q, k_cache[-8:].flatten(0, 1)[:100].double(), v_cache[-8:].flatten(0, 1)[:100].double(), 0.1, None)
+    assert_near(out, expected, ulps=2)

@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernels.noise import GAMMA, _finalise, _signed, gumbel, gumbel_block
+from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU
+
+SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 1234567]
+POSITIONS = [0, 1, 2**31 - 1, 77, 5, 131071]
+IDS = [0, 1, 2, 151935, 2**31 - 1]
+
+
+def expected() -> np.ndarray:
+    def splitmix(state, output):
+        with np.errstate(over="ignore"):
+            z = state + (output + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            return z ^ (z >> np.uint64(31))
+
+    keys = splitmix(np.array(SEEDS, dtype=np.int64).view(np.uint64), np.array(POSITIONS, dtype=np.uint64))
+    bits = splitmix(keys[:, None], np.array(IDS, dtype=np.uint64)[None]) >> np.uint64(41)
+    return -np.log(-np.log((bits.astype(np.float64) + 0.5) * 2.0**-23))
+
+
+def test_the_stream_is_splitmix64():
+    outputs = _finalise(1234567 + (torch.arange(3) + 1) * _signed(GAMMA.value))
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of the generator, for this seed
+    assert [value % 2**64 for value in outputs.tolist()] == published
+
+
+def test_matches_float64():
+    seeds, positions = torch.tensor(SEEDS, device=DEVICE), torch.tensor(POSITIONS, dtype=torch.int32, device=DEVICE)
+    noise = gumbel(seeds, positions, torch.tensor(IDS, device=DEVICE))
+    np.testing.assert_allclose(noise.cpu().numpy(), expected(), rtol=1e-5, atol=1e-6)
+
+
+@triton.jit
+def one_row_each(seeds_ptr, positions_ptr, ids_ptr, out_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    row, index = tl.program_id(0), tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + index, mask=index < COUNT, other=0)
+    noise = gumbel_block(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
+    tl.store(out_ptr + row * COUNT + index, noise, mask=index < COUNT)
+
+
+@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU or the interpreter")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_the_kernels_draw_the_same():
+    seeds, positions = torch.tensor(SEEDS, device=DEVICE), torch.tensor(POSITIONS, dtype=torch.int32, device=DEVICE)
+    out = torch.empty(len(SEEDS), len(IDS), device=DEVICE)
+    one_row_each[(len(SEEDS),)](seeds, positions, torch.tensor(IDS, dtype=torch.int32, device=DEVICE), out, len(IDS), 8)
+    np.testing.assert_allclose(out.cpu().numpy(), expected(), rtol=1e-5, atol=1e-6)
+
+
+def test_is_standard_gumbel_and_finite():
+    noise = gumbel(torch.arange(64), torch.arange(64, dtype=torch.int32), torch.arange(8192))
+    assert noise.isfinite().all()
+    sigma = (torch.pi**2 / 6 / noise.numel()) ** 0.5
+    assert abs(noise.mean().item() - 0.57721566) < 4 * sigma
+    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, rel=0.02)

@@ -1,0 +1,138 @@
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.noise import gumbel
+from kernels.sampling import CANDIDATES, FAILED, greedy_torch, greedy_triton, sample_torch, sample_triton
+from tests.kernels.support import DEVICE, INTERPRETED, generator, implementations, randn
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # NumPy, in the interpreter
+
+SAMPLERS = implementations(sample_torch, sample_triton)
+INFINITY = torch.inf
+
+
+def expected_id(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int, first: int) -> int:
+    """The definition, one row in float64."""
+    if logits.isnan().any():
+        return FAILED.value
+    if temperature < 1e-5:
+        return first + int((logits == logits.max()).nonzero()[0])
+    order = sorted(range(len(logits)), key=lambda column: (-logits[column].item(), column))
+    scaled = (logits[order].double() - logits.max().double()) / temperature
+    kept = min(top_k, len(order)) if top_k > 0 else len(order)
+    probability = scaled[:kept].softmax(dim=0)
+    if top_p < 1:
+        kept = max(1, int((probability.cumsum(dim=0) - probability < top_p).sum()))
+    kept = max(1, min(kept, int((scaled.exp() >= min_p).sum())))
+    columns = torch.tensor(order[:kept])
+    noise = gumbel(torch.tensor([seed]), torch.tensor([position], dtype=torch.int32), first + columns)[0].double()
+    return first + int(columns[(scaled[:kept] + noise).argmax()])
+
+
+def parameters(rows: list[tuple[float, int, float, float]], seed: int) -> tuple[Tensor, ...]:
+    columns = zip(*rows, strict=True)
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+    settings = [torch.tensor(column, dtype=dtype, device=DEVICE) for column, dtype in zip(columns, dtypes, strict=True)]
+    seeds = torch.randint(-(2**63), 2**63 - 1, (len(rows),), generator=generator(seed), device=DEVICE)
+    positions = torch.randint(0, 131072, (len(rows),), generator=generator(seed + 1), dtype=torch.int32, device=DEVICE)
+    return *settings, seeds, positions
+
+
+ROWS = [  # temperature, top_k, top_p, min_p
+    (0.0, 0, 1.0, 0.0),
+    (1e-6, 5, 0.5, 0.5),
+    (1.0, 0, 1.0, 0.0),
+    (0.6, 20, 1.0, 0.0),
+    (0.6, 20, 0.95, 0.0),
+    (1.0, 50, 0.9, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.5, 0, 0.3, 0.0),
+    (1.0, 0, 0.0, 0.0),
+    (1.0, -1, 1.0, 0.1),
+    (0.8, 30, 0.95, 0.05),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 10**9, 1.0, 0.0),
+    (0.7, 0, 0.99, 0.02),
+    (1.0, 0, 1.0, 1.0),
+]
+
+
+@pytest.mark.parametrize("implementation", implementations(greedy_torch, greedy_triton))
+@pytest.mark.parametrize("columns", [1, 37, 5000])
+def test_greedy_takes_the_lowest_of_equals_and_marks_nan_rows(implementation, columns):
+    logits = randn(6, columns, seed=columns)
+    logits[1] = 2.0
+    logits[2] = -INFINITY
+    logits[3, columns // 2] = torch.nan
+    logits[4, columns // 3 :] = 9.0
+    ids = implementation(logits)
+    assert ids.dtype == torch.int32
+    assert ids.tolist() == [int(logits[0].argmax()), 0, 0, -2, columns // 3, int(logits[5].argmax())]
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+@pytest.mark.parametrize("columns, first", [(1, 0), (37, 0), (1500, 1000), (5000, 0)])
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_every_combination_of_filters_matches_float64(implementation, columns, first, spread):
+    if INTERPRETED and columns == 5000 and spread < 1:
+        pytest.skip("the interpreter is slow")
+    logits = spread * randn(len(ROWS), columns, seed=columns)
+    arguments = parameters(ROWS, seed=columns)
+    expected = [
+        expected_id(logits[row].cpu(), *ROWS[row], int(arguments[4][row]), int(arguments[5][row]), first) for row in range(len(ROWS))
+    ]
+    assert implementation(logits, *arguments, first).tolist() == expected
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+@pytest.mark.parametrize("settings", [(1.0, 5, 1.0, 0.0), (1.0, 0, 0.4, 0.0), (1.0, 9, 0.5, 0.0), (0.5, 0, 1.0, 0.3)])
+def test_equal_logits_are_kept_by_lowest_id(implementation, settings):
+    logits = torch.full((8, 1100), -INFINITY, device=DEVICE)  # ties across tiles, and ids that a mask forbids
+    logits[:, 3::100] = 1.0
+    logits[4:, 1050] = 2.0
+    arguments = parameters([settings] * 8, seed=5)
+    expected = [expected_id(logits[row].cpu(), *settings, int(arguments[4][row]), int(arguments[5][row]), 0) for row in range(8)]
+    assert implementation(logits, *arguments).tolist() == expected
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+def test_more_kept_ids_than_the_kernel_gathers(implementation):
+    columns = CANDIDATES + 952
+    logits = 0.01 * randn(2, columns, seed=1)
+    rows = [(1.0, CANDIDATES + 500, 0.9, 0.0), (1.0, 0, 0.9, 0.0)]
+    arguments = parameters(rows, seed=1)
+    expected = [expected_id(logits[row].cpu(), *rows[row], int(arguments[4][row]), int(arguments[5][row]), 0) for row in range(2)]
+    assert implementation(logits, *arguments).tolist() == expected
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+def test_a_nan_fails_its_row_alone(implementation):
+    logits = randn(len(ROWS), 64, seed=1)
+    arguments = parameters(ROWS, seed=2)
+    before = implementation(logits, *arguments)
+    logits[4, 63] = torch.nan
+    logits[2, 0] = torch.nan
+    after = implementation(logits, *arguments)
+    assert after[[2, 4]].tolist() == [-2, -2]
+    others = [row for row in range(len(ROWS)) if row not in (2, 4)]
+    assert after[others].equal(before[others])
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+def test_a_row_does_not_depend_on_its_batch(implementation):
+    logits, arguments = randn(len(ROWS), 300, seed=1), parameters(ROWS, seed=3)
+    together = implementation(logits, *arguments)
+    alone = [implementation(logits[row : row + 1], *(argument[row : row + 1] for argument in arguments)) for row in range(len(ROWS))]
+    assert torch.cat(alone).equal(together)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="thousands of rows are too many for the interpreter")
+@pytest.mark.parametrize("implementation", SAMPLERS)
+@pytest.mark.parametrize("settings, kept", [((0.7, 0, 1.0, 0.0), 12), ((0.7, 5, 1.0, 0.0), 5)])
+def test_frequencies_are_the_softmax(implementation, settings, kept):
+    rows, logits = 20_000, torch.linspace(2, -2, 12, device=DEVICE)
+    ids = implementation(logits.expand(rows, -1).contiguous(), *parameters([settings] * rows, seed=4))
+    probability = torch.cat(((logits[:kept] / settings[0]).softmax(dim=0), torch.zeros(12 - kept, device=DEVICE)))
+    frequency = torch.bincount(ids.long(), minlength=12) / rows
+    assert (frequency - probability).abs().max() < 4 * 0.5 / rows**0.5
