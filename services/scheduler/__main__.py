@@ -11,34 +11,40 @@ from services.scheduler.connection import Worker
 from services.scheduler.leadership import Leadership
 from services.scheduler.server import GenerationService
 from services.scheduler.settings import SchedulerSettings
-from shared import service
+from shared.admin import admin
+from shared.metrics import new_registry
 from shared.process import write_ports
 from shared.protocol.generation_pb2_grpc import add_GenerationServicer_to_server
 from shared.rpc import SERVER_OPTIONS, start_server
+from shared.service import run
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("services.scheduler")
 
 TICK_S = 0.1  # how late a deadline may be noticed
 STOP_S = 1.0  # for what is on its way to gateways
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set. Raises LockstepError when the port is taken."""
+    """Serves until `stop` is set. Raises LockstepError when a port is taken."""
     leadership = Leadership()
     generation = GenerationService(settings, leadership)
     scheduler = generation.scheduler
-    readiness = health.aio.HealthServicer()
-    changed = asyncio.Event()
+    healthy = health.aio.HealthServicer()
+    changed = asyncio.Event()  # a group has come or gone
     changed.set()
 
-    async def tell_readiness() -> None:
+    def readiness() -> str | None:
+        if stop.is_set():
+            return "stopping"
+        return None if any(not group.draining for group in scheduler.groups) else "no worker group is ready"
+
+    async def tell_health() -> None:
         while True:
             await changed.wait()
             changed.clear()
-            ready = any(not group.draining for group in scheduler.groups)
-            status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+            status = health_pb2.HealthCheckResponse.NOT_SERVING if readiness() else health_pb2.HealthCheckResponse.SERVING
             for name in ("", "lockstep.v1.Generation"):
-                await readiness.set(name, status)
+                await healthy.set(name, status)
 
     async def tick() -> None:
         while True:
@@ -47,24 +53,25 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_GenerationServicer_to_server(generation, server)
-    health_pb2_grpc.add_HealthServicer_to_server(readiness, server)
-    port = await start_server(server, settings.host, settings.port)
-    if settings.ports_file is not None:
-        write_ports(settings.ports_file, {"grpc": port})
-    logger.info("listening on %s:%d", settings.host, port)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     workers = [Worker(target, scheduler, leadership, settings.max_step_tokens, settings.overlap, changed.set) for target in settings.worker]
-    try:
-        async with asyncio.TaskGroup() as tasks:  # a task that fails ends the service
-            running = [tasks.create_task(each) for each in (tell_readiness(), tick(), *(worker.run() for worker in workers))]
-            await stop.wait()
-            for task in running:
-                task.cancel()
-    finally:
-        await server.stop(STOP_S)
+    async with admin(settings, new_registry("scheduler"), readiness) as admin_port:
+        try:
+            port = await start_server(server, settings.host, settings.port)
+            if settings.ports_file is not None:
+                write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
+            logger.info("listening on %s:%d", settings.host, port)
+            async with asyncio.TaskGroup() as tasks:  # one that fails ends the service
+                running = [tasks.create_task(each) for each in (tell_health(), tick(), *(worker.run() for worker in workers))]
+                await stop.wait()
+                for task in running:
+                    task.cancel()
+        finally:
+            await server.stop(STOP_S)
 
 
 def main() -> None:
-    service.run("scheduler", SchedulerSettings, serve)
+    run("lockstep-scheduler", SchedulerSettings, serve)
 
 
 if __name__ == "__main__":

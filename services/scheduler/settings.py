@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from shared.settings import Settings
+from shared.settings import AdminPort, Settings
 
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
 
@@ -16,6 +16,7 @@ class SchedulerSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_")
 
     port: int = Field(7100, ge=0, le=65535, description="gRPC port; 0 lets the kernel pick.")
+    admin_port: AdminPort = 9101
     worker: Annotated[list[Address], NoDecode] = Field(
         min_length=1, description="Address host:port of a worker; repeatable, in the variable separated by commas."
     )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -34,7 +35,9 @@ class ScriptedWorker(ExecutionServicer):
         self.outbox: Outbox[pb.ExecutionExecuteResponse] | None = None
         self.port = 0
 
-    async def Describe(self, request: pb.ExecutionDescribeRequest, context: grpc.aio.ServicerContext) -> pb.ExecutionDescribeResponse:
+    async def Describe(
+        self, request: pb.ExecutionDescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ExecutionDescribeResponse:
         limits = self.limits
         self.described_ready += self.ready
         epoch, stream = max(self.hellos, default=(0, 0))
@@ -56,12 +59,14 @@ class ScriptedWorker(ExecutionServicer):
         )
         return pb.ExecutionDescribeResponse(protocol_version=PROTOCOL_VERSION, groups=[group])
 
-    async def Files(self, request: pb.ExecutionFilesRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.ExecutionFilesResponse]:
+    async def Files(
+        self, request: pb.ExecutionFilesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.ExecutionFilesResponse]:
         for message in messages(FILES, pb.ExecutionFilesResponse):
             yield message
 
     async def Execute(
-        self, request_iterator: AsyncIterator[pb.ExecutionExecuteRequest], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[pb.ExecutionExecuteRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ExecutionExecuteResponse]:
         incoming = received(request_iterator, "the scheduler")
         hello = (await anext(incoming)).hello
@@ -102,11 +107,14 @@ class ScriptedWorker(ExecutionServicer):
         device = Device(self.limits)
         for slot in device.slots:
             slot.epoch = self.slot_epoch
+        end = time.monotonic()
         while True:
             data, received_at = await plans.get()
+            start, before = time.monotonic(), end
             await asyncio.sleep(self.step_s)
             await self.running.wait()
             result = device.run(decode(data))
+            end = time.monotonic()
             self.plans += 1
             self.slot_epoch = max(slot.epoch for slot in device.slots)
             message = pb.PlanResult(
@@ -116,9 +124,10 @@ class ScriptedWorker(ExecutionServicer):
                 iterations=len(result.ids),
                 ids=ids_to_bytes(result.ids),
                 slot_epochs=ids_to_bytes(result.slot_epochs),
-                hold_us=round((time.monotonic() - received_at) * 1e6),
-                start_us=result.start_us,
-                end_us=result.end_us,
+                hold_us=round((end - received_at) * 1e6),
+                start_us=round(start * 1e6),
+                end_us=round(end * 1e6),
+                idle_us=max(round((received_at - before) * 1e6), 0),
             )
             outbox.put(pb.ExecutionExecuteResponse(result=message))
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,7 +20,7 @@ from shared.protocol.generation_pb2_grpc import GenerationStub
 from shared.rpc import PROTOCOL_VERSION, channel
 from tests.services.scheduler.device import EOS, next_token
 from tests.services.scheduler.scripted_worker import FILES, LIMITS, ScriptedWorker, serving
-from tests.services.scheduler.session_client import session, submit
+from tests.services.scheduler.session_client import Answer, session, submit
 
 ONE_SLOT = replace(LIMITS, slots=1)
 
@@ -32,12 +33,12 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def scheduling(folder: Path, *workers: ScriptedWorker, ready: bool = True, **settings: object) -> AsyncIterator[str]:
+async def scheduling(folder: Path, *workers: ScriptedWorker, ready: bool = True, **settings: Any) -> AsyncIterator[str]:
     """A scheduler in this process; yields its address once it is ready."""
     ports_file = folder / "ports.json"
     targets = [f"127.0.0.1:{worker.port}" for worker in workers]
     stop = asyncio.Event()
-    service = asyncio.create_task(serve(SchedulerSettings(port=0, worker=targets, ports_file=ports_file, **settings), stop))
+    service = asyncio.create_task(serve(SchedulerSettings(port=0, admin_port=0, worker=targets, ports_file=ports_file, **settings), stop))
     try:
         async with asyncio.timeout(10):
             while not ports_file.exists():
@@ -58,7 +59,7 @@ async def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> N
             await asyncio.sleep(0.005)
 
 
-async def health(target: str) -> int:
+async def health(target: str) -> Any:
     async with channel(target) as opened:
         return (await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest())).status
 
@@ -143,20 +144,18 @@ async def test_a_resumed_request_goes_on_after_what_was_delivered(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "fields, reason",
+    "message, reason",
     [
-        ({"prompt": []}, pb.REJECT_REASON_INVALID),
-        ({"prompt": [LIMITS.vocab_size]}, pb.REJECT_REASON_INVALID),
-        ({"prompt": [1] * 60, "max_tokens": 5}, pb.REJECT_REASON_TOO_LONG),
-        ({"sampling": pb.Sampling(temperature=float("nan"), seed=1)}, pb.REJECT_REASON_INVALID),
+        (submit(1, [], 3), pb.REJECT_REASON_INVALID),
+        (submit(1, [LIMITS.vocab_size], 3), pb.REJECT_REASON_INVALID),
+        (submit(1, [1] * 60, 5), pb.REJECT_REASON_TOO_LONG),
+        (pb.Submit(request=1, attempt=1, prompt_ids=bytes(7), max_tokens=3), pb.REJECT_REASON_INVALID),
     ],
 )
-async def test_what_is_not_acceptable_is_rejected(tmp_path: Path, fields: dict[str, object], reason: int) -> None:
-    message = submit(1, **({"prompt": [1], "max_tokens": 3} | {k: v for k, v in fields.items() if k != "sampling"}))  # type: ignore[arg-type]
-    if "sampling" in fields:
-        message.sampling.CopyFrom(fields["sampling"])  # type: ignore[arg-type]
+async def test_what_is_not_acceptable_is_rejected(tmp_path: Path, message: pb.Submit, reason: int) -> None:
     async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
-        client.submit(message)
+        client.answers[1, 1] = Answer()
+        client.outbox.put(pb.GenerationSessionRequest(submit=message))
         client.submit(submit(2, [1], 3))
         answer = await client.ended(1)
         assert answer.rejected is not None
