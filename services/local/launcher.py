@@ -220,11 +220,14 @@ def at(host: str, port: int) -> str:
 
 def free_port(host: str, port: int) -> int:
     """The port, or one that the kernel picks for 0, if one could listen there now. Raises ConfigError if not."""
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigError(f"--port: cannot listen on {at(host, port)}: {error.strerror}; choose another with --port") from error
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has ended do not count
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {at(host, port)}: {error.strerror}; choose with --host and --port") from error
+        return int(probe.getsockname()[1])
 
 
 def is_loopback(host: str) -> bool:

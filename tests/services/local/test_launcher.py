@@ -1,0 +1,168 @@
+"""`lockstep serve` as its user meets it: it becomes ready, answers, and leaves nobody behind however it ends."""
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from services.local.launcher import at, free_port, is_loopback
+from shared.errors import ConfigError
+from tests.processes import eventually
+from tests.services.local.launched import Launched
+
+Serve = Callable[..., Launched]
+SLOW_STEP_S = 0.05  # 240 tokens take longer than the launcher lets a gateway drain
+
+
+@contextlib.contextmanager
+def stream(run: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """The lines of a long streamed answer."""
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 240, "stream": True}
+    with httpx.stream("POST", f"{run['url']}/v1/completions", json=body, timeout=30) as answer:
+        yield answer.iter_lines()
+
+
+def test_it_tells_a_command_that_works(serve: Serve) -> None:
+    launched = serve("--served-model-name", "it's-tiny", "--served-model-name", "alias")
+    run = launched.ready()
+    launched.says("curl ")
+    (line,) = [line for line in launched.output.splitlines() if line.startswith("curl ")]
+    _, url, _, header, _, body = shlex.split(line)
+    name, value = header.split(": ")
+    answer = httpx.post(url, headers={name: value}, content=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == "it's-tiny"
+    assert {entry["id"] for entry in httpx.get(f"{run['url']}/v1/models").json()["data"]} == {"it's-tiny", "alias"}
+
+
+def test_the_run_file_tells_where_everything_is(serve: Serve, model: Path) -> None:
+    launched = serve()
+    run = launched.ready()
+    assert run["url"] == f"http://127.0.0.1:{run['ports']['gateway']}"
+    assert (run["model"], run["served_model_names"]) == (str(model), ["tiny"])
+    assert run["pids"]["launcher"] == launched.process.pid
+    for name in ("worker", "scheduler", "gateway"):
+        assert f"services.{name}" in psutil.Process(run["pids"][name]).cmdline()
+        with socket.create_connection(("127.0.0.1", run["ports"][name])):
+            assert (Path(run["logs"]) / f"{name}.log").stat().st_size > 0
+
+
+@pytest.mark.parametrize("end", [Launched.press_ctrl_c, lambda launched: launched.process.terminate()], ids=["ctrl-c", "sigterm"])
+def test_a_signal_stops_everything(serve: Serve, end: Callable[[Launched], None]) -> None:
+    launched = serve()
+    launched.ready()
+    end(launched)
+    assert launched.end() == 0
+    assert not launched.run_files
+    assert not [line for line in launched.output.splitlines() if line.startswith(("error", "warning"))]
+
+
+def test_start_up_is_told_in_lines_and_may_be_interrupted(serve: Serve) -> None:
+    launched = serve(load_s=100)
+    launched.says("loading weights 50%\n")
+    assert launched.output.splitlines()[:3] == ["starting the worker", "starting the scheduler", "starting the gateway"]
+    launched.press_ctrl_c()
+    assert launched.end() == 0
+
+
+def test_a_second_ctrl_c_does_not_wait_for_running_answers(serve: Serve) -> None:
+    launched = serve(step_s=SLOW_STEP_S)
+    with stream(launched.ready()) as lines:
+        next(lines)
+        launched.press_ctrl_c()
+        launched.says("stopping")
+        launched.press_ctrl_c()
+        launched.says("killing the gateway")
+    assert launched.end() == 0
+
+
+@pytest.mark.parametrize("victim", ["worker", "scheduler", "gateway"])
+def test_a_dead_service_ends_the_others(serve: Serve, victim: str) -> None:
+    launched = serve()
+    run = launched.ready()
+    os.kill(run["pids"][victim], signal.SIGKILL)
+    assert launched.end() == 1
+    (line,) = [line for line in launched.output.splitlines() if line.startswith("error")]
+    assert f"the {victim} was killed by SIGKILL" in line
+    assert not launched.run_files
+
+
+def test_clients_of_a_dead_worker_get_an_error_event(serve: Serve) -> None:
+    launched = serve(step_s=SLOW_STEP_S)
+    run = launched.ready()
+    with stream(run) as lines:
+        next(lines)
+        os.kill(run["pids"]["worker"], signal.SIGKILL)
+        assert '"error"' in [line for line in lines if line][-1]
+    assert launched.end() == 1
+
+
+def test_a_killed_launcher_leaves_nobody(serve: Serve) -> None:
+    launched = serve(step_s=SLOW_STEP_S)
+    with stream(launched.ready()) as lines:
+        next(lines)
+        launched.process.kill()
+        launched.process.wait()
+        eventually(lambda: not launched.family.living(), within_s=15.0)  # the gateway drains
+
+
+def test_a_port_in_use_is_told_at_once(launch: Serve, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        launched = launch("serve", str(model), "--port", str(port))
+        assert launched.end() == 2
+    (line,) = launched.output.splitlines()
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in line
+
+
+def test_a_model_that_does_not_fit_is_told(launch: Serve, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    launched = launch("serve", str(tmp_path / "empty"), "--port", "0")
+    assert launched.end() == 2
+    assert "config.json" in launched.output
+    assert "the worker ended with status 2" in launched.output
+
+
+def test_without_a_model_it_serves_the_demo_model(launch: Serve) -> None:
+    launched = launch("serve", "--engine", "scripted", "--port", "0")
+    run = launched.ready()
+    assert run["served_model_names"] == ["SmolLM2-135M-Instruct"]
+    assert (Path(run["model"]) / "config.json").is_file()
+
+
+def test_ctrl_c_ends_the_download_of_the_demo_model(launch: Serve, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        index = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        launched = launch("serve", "--port", "0", XDG_CACHE_HOME=str(tmp_path), PIP_INDEX_URL=index, PIP_EXTRA_INDEX_URL="")
+        connection, _ = silent.accept()
+        with connection:
+            launched.press_ctrl_c()
+            assert launched.end() == 0
+
+
+def test_an_open_door_is_told(serve: Serve) -> None:
+    launched = serve("--host", "0.0.0.0")
+    run = launched.ready()
+    assert httpx.get(f"{run['url']}/health").status_code == 200
+    (line,) = [line for line in launched.output.splitlines() if line.startswith("warning")]
+    assert "0.0.0.0" in line
+
+
+@pytest.mark.parametrize("host, expected", [("localhost", True), ("127.8.9.1", True), ("::1", True), ("0.0.0.0", False), ("::", False)])
+def test_what_is_the_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_a_free_port_is_picked_for_0_and_nonsense_is_refused() -> None:
+    assert free_port("127.0.0.1", 0) > 0
+    assert at("::1", 80) == "[::1]:80"
+    with pytest.raises(ConfigError, match=r"no\.host\.invalid:80"):
+        free_port("no.host.invalid", 80)
