@@ -4,13 +4,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-from prometheus_client.parser import text_string_to_metric_families as text
 
 from services.worker.metrics import WorkerMetrics
 from shared.metrics import new_registry
 from shared.protocol.plan import Plan
 from shared.rpc import StreamEnded
+from tests.exposition import OPENMETRICS, samples
 from tests.services.worker.client import execution, worker
 from tests.services.worker.engine.driver import admission, int32s
 from tests.tiny import weightless_model
@@ -19,14 +18,7 @@ SCRIPTED = ("--engine", "scripted", "--page-size", "4", "--max-num-seqs", "4", "
 
 
 async def scrape(client: httpx.AsyncClient, accept: str = "text/plain") -> dict[str, float]:
-    """Values by `name{label=value,...}`; the official parsers read them."""
-    answer = await client.get("/metrics", headers={"Accept": accept})
-    families = (openmetrics if "openmetrics" in accept else text)(answer.text)
-    return {
-        f"{sample.name}{{{','.join(f'{key}={value}' for key, value in sorted(sample.labels.items()))}}}": sample.value
-        for family in families
-        for sample in family.samples
-    }
+    return samples(await client.get("/metrics", headers={"Accept": accept}))
 
 
 def plan(plan_id: int, slot: int) -> Plan:
@@ -56,7 +48,7 @@ async def test_steps_and_refused_plans_are_counted_and_start_up_is_told(tmp_path
                 with pytest.raises(StreamEnded):
                     await stream.result()
             after = await scrape(client)
-            assert after.keys() == (await scrape(client, "application/openmetrics-text; version=1.0.0")).keys()
+            assert after.keys() == (await scrape(client, OPENMETRICS)).keys()
             assert (await client.get("/livez")).status_code == (await client.get("/readyz")).status_code == 200
     changed = {name: value - before[name] for name, value in after.items() if name.startswith("lockstep_") and value != before[name]}
     busy, idle = (changed.pop(f"lockstep_worker_{name}_seconds_total{{engine=blue}}") for name in ("busy", "idle"))
