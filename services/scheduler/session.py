@@ -42,24 +42,31 @@ class GatewaySession:
         if len(self._updated) + len(self._rejected) > MAX_UPDATED_REQUESTS:
             self.outbox.close(PeerLost(f"gateway {self.gateway} does not read"))
             return
-        now = self._clock()
-        slow = len(self.outbox) >= MAX_UNSENT_BATCHES
-        if not slow and (self._urgent or now - self._last_batch_at >= COALESCE_S):
-            self._send(now)
+        if not self._slow and (self._urgent or self._clock() - self._last_batch_at >= COALESCE_S):
+            self._send()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._on_timer)
+            self._arm_timer()
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self.outbox.close()
 
+    @property
+    def _slow(self) -> bool:
+        return len(self.outbox) >= MAX_UNSENT_BATCHES
+
+    def _arm_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._on_timer)
+
     def _on_timer(self) -> None:
         self._timer = None
-        if self._updated or self._rejected:
-            self.flush()
+        if self._slow:
+            self._arm_timer()
+        elif self._updated or self._rejected:
+            self._send()
 
-    def _send(self, now: float) -> None:
+    def _send(self) -> None:
         batch = TokenBatch()
         for request in self._updated:
             _add(batch, request)
@@ -68,7 +75,7 @@ class GatewaySession:
         self._updated.clear()
         self._rejected.clear()
         self._urgent = False
-        self._last_batch_at = now
+        self._last_batch_at = self._clock()
         self.outbox.put(GenerationSessionResponse(batch=batch))
 
 

@@ -35,7 +35,7 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
         raise Refused(f"at most {MAX_STOP_IDS} stop token ids, got {len(stop_ids)}")
     if submit.attempt < 1:
         raise Refused("attempts count from 1")
-    _between("max_tokens", submit.max_tokens, 1, 2**31 - 1)
+    _between("max_tokens", submit.max_tokens, 1, math.inf)  # the context bounds it below
     _between("min_tokens", submit.min_tokens, 0, submit.max_tokens)
     _between("priority", submit.priority, -MAX_PRIORITY, MAX_PRIORITY)
     for name in ("request_id", "tenant", "traceparent"):

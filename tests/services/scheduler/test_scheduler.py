@@ -1,0 +1,246 @@
+"""What comes in, where it goes, when it is given up; groups compute nothing here unless asked to."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.scheduler.group import Group
+from services.scheduler.model import Model
+from services.scheduler.requests import End, Finished, Key, Rejected, Request
+from services.scheduler.scheduler import (
+    CANCELLED,
+    LOST,
+    MAX_TOMBSTONES,
+    OUT_OF_TIME,
+    SUPERSEDED,
+    TOO_LATE,
+    TOO_LONG,
+    UNAVAILABLE,
+    Scheduler,
+)
+from shared.protocol import generation_pb2 as pb
+from shared.protocol.plan import Limits, Plan
+from tests.services.scheduler import session_client
+from tests.services.scheduler.device import EOS, Device
+
+LIMITS = Limits(slots=1, pages=41, page_size=4, max_length=64, max_step_tokens=16, vocab_size=50)
+MODEL = Model("abc", vocab_size=50, max_length=64, eos_ids=frozenset({EOS}), files=())
+SESSION = 1
+
+
+class Harness:
+    def __init__(self, groups: int = 1, **limits: Any) -> None:
+        self.now = 0.0
+        self.ends: dict[tuple[int, int], End] = {}  # by (request, attempt)
+        limits = {"max_waiting_requests": 100, "max_waiting_tokens": 1_000, "group_wait_s": 10.0} | limits
+        self.scheduler = Scheduler(deliver=self.deliver, now=0.0, **limits)
+        self.scheduler.model = MODEL
+        self.plans: dict[Group, list[Plan]] = {}
+        self.groups = [self.add_group() for _ in range(groups)]
+
+    def add_group(self, limits: Limits = LIMITS) -> Group:
+        plans: list[Plan] = []
+        group = Group("group", limits, 0, 16, True, plans.append, self.scheduler.deliver)
+        self.plans[group] = plans
+        self.scheduler.add_group(group, self.now)
+        return group
+
+    def deliver(self, updated: list[Request], now: float) -> None:
+        for request in updated:
+            if request.end is not None:
+                name = (request.key.request, request.attempt)
+                assert name not in self.ends, "ended twice"
+                self.ends[name] = request.end
+
+    def submit(self, request: int, max_tokens: int = 20, *, prompt: tuple[int, ...] = (1, 2), **fields: Any) -> Rejected | None:
+        return self.scheduler.submit(session_client.submit(request, list(prompt), max_tokens, **fields), SESSION, self.now)
+
+    def cancel(self, request: int, attempt: int = 1) -> None:
+        self.scheduler.cancel(Key(SESSION, request), attempt, self.now)
+
+    def tick(self, now: float) -> None:
+        self.now = now
+        self.scheduler.tick(now)
+
+    def compute(self, group: Group, results: int) -> None:
+        device = Device(group.limits, model=lambda ids, vocab_size: 7)
+        for _ in range(results):
+            group.on_result(device.run(self.plans[group].pop(0)), self.now)
+
+
+def test_the_group_with_fewest_requests_is_chosen() -> None:
+    harness = Harness(groups=2)
+    for number in range(6):
+        assert harness.submit(number) is None
+    assert [group.load for group in harness.groups] == [3, 3]
+
+
+def test_a_request_goes_where_it_fits() -> None:
+    harness = Harness()
+    larger = harness.add_group(replace(LIMITS, max_length=200))
+    harness.scheduler.model = replace(MODEL, max_length=200)
+    for number in range(3):
+        assert harness.submit(number, max_tokens=150) is None
+    assert larger.load == 3
+
+
+def test_what_fits_no_group_is_rejected_at_once() -> None:
+    harness = Harness(groups=0)
+    harness.add_group(replace(LIMITS, pages=4))  # 12 tokens, and one more that is never written
+    assert harness.submit(1, max_tokens=12) == TOO_LONG
+    assert harness.submit(2, max_tokens=11) is None
+
+
+def test_a_higher_attempt_retires_the_lower_and_a_lower_one_is_ignored() -> None:
+    harness = Harness()
+    harness.submit(1, attempt=2)
+    assert harness.submit(1, attempt=1) is None
+    assert harness.submit(1, attempt=2) is None
+    assert not harness.ends
+    harness.submit(1, attempt=3)
+    assert harness.ends == {(1, 2): SUPERSEDED}
+    harness.cancel(1, attempt=2)  # late, of the one before
+    assert harness.scheduler.num_requests == 1
+    harness.cancel(1, attempt=3)
+    assert harness.ends[1, 3] == CANCELLED
+    assert harness.scheduler.num_requests == 0
+
+
+def test_cancels_of_unknown_requests_are_kept_within_bounds() -> None:
+    harness = Harness()
+    for number in range(MAX_TOMBSTONES + 5):
+        harness.cancel(number)
+    harness.submit(0)  # its tombstone is the oldest, and gone
+    harness.submit(MAX_TOMBSTONES)
+    assert harness.ends == {(MAX_TOMBSTONES, 1): CANCELLED}
+
+
+def test_a_dropped_session_takes_its_requests_along() -> None:
+    harness = Harness()
+    for number in range(3):
+        harness.submit(number)
+    harness.scheduler.drop_session(SESSION + 1, 0.0)
+    assert not harness.ends
+    harness.scheduler.drop_session(SESSION, 0.0)
+    assert list(harness.ends.values()) == [CANCELLED] * 3
+    assert harness.groups[0].load == 0
+
+
+def test_before_the_first_group_nothing_can_be_taken() -> None:
+    harness = Harness(groups=0)
+    harness.scheduler.model = None
+    assert harness.submit(1) == UNAVAILABLE
+
+
+def test_requests_are_held_for_a_group() -> None:
+    harness = Harness(groups=0)
+    harness.submit(1)
+    harness.tick(9.9)
+    harness.submit(2)
+    harness.tick(10.1)
+    assert harness.ends == {(1, 1): UNAVAILABLE}
+    group = harness.add_group()
+    assert group.load == 1
+    harness.tick(100.0)
+    assert harness.ends == {(1, 1): UNAVAILABLE}
+
+
+def test_held_requests_can_be_cancelled_and_superseded() -> None:
+    harness = Harness(groups=0)
+    harness.submit(1)
+    harness.submit(1, attempt=2)
+    harness.cancel(1, attempt=2)
+    assert harness.ends == {(1, 1): SUPERSEDED, (1, 2): CANCELLED}
+    assert harness.add_group().load == 0
+
+
+def test_a_held_request_that_fits_no_group_after_all_is_rejected() -> None:
+    harness = Harness(groups=0)
+    harness.submit(1, max_tokens=50)
+    harness.add_group(replace(LIMITS, pages=4))
+    assert harness.ends == {(1, 1): TOO_LONG}
+
+
+def test_a_lost_group_ends_its_requests() -> None:
+    harness = Harness(groups=2)
+    for number in range(4):
+        harness.submit(number)
+    harness.scheduler.remove_group(harness.groups[0], 0.0)
+    assert list(harness.ends.values()) == [LOST] * 2
+    assert harness.groups[1].load == 2
+
+
+def test_a_draining_group_hands_on_what_waits() -> None:
+    harness = Harness(groups=2)
+    for number in range(6):
+        harness.submit(number)
+    harness.scheduler.drain_group(harness.groups[0], 0.0)
+    harness.submit(6)
+    assert [group.load for group in harness.groups] == [1, 6]
+    harness.cancel(2)
+    assert harness.ends == {(2, 1): CANCELLED}
+
+
+def test_too_many_requests() -> None:
+    harness = Harness(max_waiting_requests=2)
+    assert [harness.submit(number) for number in range(3)] == [None] * 3  # one runs, two wait
+    rejected = harness.submit(3)
+    assert rejected is not None
+    assert (rejected.reason, rejected.retry_after_ms) == (pb.REJECT_REASON_OVERLOADED, 1_000)
+    assert harness.submit(3, delivered=(5,)) is None  # in the middle of a stream
+
+
+def test_too_many_tokens_but_never_for_one_alone() -> None:
+    harness = Harness(max_waiting_tokens=10)
+    assert harness.submit(1) is None
+    assert harness.submit(2, prompt=(1,) * 40) is None
+    rejected = harness.submit(3)
+    assert rejected is not None
+    assert rejected.reason == pb.REJECT_REASON_OVERLOADED
+
+
+def test_retry_after_is_the_backlog_by_the_rate() -> None:
+    harness = Harness(max_waiting_requests=40)
+    for second in range(60):  # two requests end each second
+        harness.now = float(second)
+        for number in (2 * second, 2 * second + 1):
+            harness.submit(number)
+            harness.cancel(number)
+    for number in range(200, 241):
+        harness.submit(number)
+    rejected = harness.submit(300)
+    assert rejected is not None
+    assert rejected.retry_after_ms == pytest.approx(20_000, rel=0.1)
+
+
+def test_deadlines() -> None:
+    harness = Harness()
+    harness.submit(1, deadline_ms=1_000)
+    harness.submit(2, deadline_ms=2_000)
+    harness.submit(3, deadline_ms=3_000, delivered=(4,))
+    harness.submit(4, deadline_ms=500)
+    harness.cancel(4)
+    harness.tick(0.9)
+    assert set(harness.ends) == {(4, 1)}
+    harness.tick(5.0)
+    assert harness.ends == {(4, 1): CANCELLED, (1, 1): OUT_OF_TIME, (2, 1): TOO_LATE, (3, 1): OUT_OF_TIME}
+
+
+def test_a_resumed_request_that_was_delivered_whole_only_ends() -> None:
+    harness = Harness()
+    harness.submit(1, max_tokens=2, delivered=(5, 6))
+    harness.submit(2, max_tokens=9, delivered=(5, EOS))
+    assert harness.ends == {(1, 1): Finished(pb.FINISH_REASON_LENGTH), (2, 1): Finished(pb.FINISH_REASON_STOP)}
+    assert harness.groups[0].load == 0
+
+
+def test_a_finished_request_is_forgotten() -> None:
+    harness = Harness()
+    harness.submit(1, max_tokens=1)
+    harness.compute(harness.groups[0], 1)
+    assert harness.ends == {(1, 1): Finished(pb.FINISH_REASON_LENGTH)}
+    assert harness.scheduler.num_requests == 0
+    harness.cancel(1)  # crossed on the way
+    harness.submit(1, max_tokens=1, attempt=2)
+    assert harness.scheduler.num_requests == 1
