@@ -20,4 +20,6 @@ def test_the_ranks_sum_is_the_embedding(implementation, ids_dtype, dtype, size):
 @pytest.mark.parametrize("implementation", implementations(embedding_torch, embedding_triton))
 def test_foreign_ids_give_zeros_even_beside_a_nan(implementation):
     weight = torch.full((4, 8), torch.nan, device=DEVICE)
-    assert implementation(torch.tensor([-2, 3, 8, 2**31 - 1], dtype=torch.int32, device=DEVICE), weight, 4).equal(torch.zeros(4, 8, device=DEVICE))
+    assert implementation(torch.tensor([-2, 3, 8, 2**31 - 1], dtype=torch.int32, device=DEVICE), weight, 4).equal(
+        torch.zeros(4, 8, device=DEVICE)
+    )

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,8 @@ POSITIONS = [0, 1, 2**31 - 1, 77, 5, 131071]
 IDS = [0, 1, 2, 151935, 2**31 - 1]
 
 
-def expected() -> np.ndarray:
-    def splitmix(state, output):
+def expected() -> Any:
+    def splitmix(state: Any, output: Any) -> Any:
         with np.errstate(over="ignore"):
             z = state + (output + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
             z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -37,7 +39,7 @@ def test_matches_float64():
     np.testing.assert_allclose(noise.cpu().numpy(), expected(), rtol=1e-5, atol=1e-6)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def one_row_each(seeds_ptr, positions_ptr, ids_ptr, out_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     row, index = tl.program_id(0), tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + index, mask=index < COUNT, other=0)

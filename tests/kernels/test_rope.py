@@ -22,7 +22,15 @@ def rotated(x: Tensor, norm: Tensor | None, table: Tensor, positions: Tensor) ->
 @pytest.mark.parametrize("implementation", implementations(rope_and_store_torch, rope_and_store_triton))
 @pytest.mark.parametrize(
     "tokens, q_heads, kv_heads, head_size, rotated_size",
-    [(0, 4, 2, 64, 64), (1, 9, 3, 64, 64), (3, 14, 2, 64, 32), (5, 4, 4, 80, 80), (2, 7, 1, 96, 72), (6, 16, 8, 128, 128), (2, 3, 3, 256, 64)],
+    [
+        (0, 4, 2, 64, 64),
+        (1, 9, 3, 64, 64),
+        (3, 14, 2, 64, 32),
+        (5, 4, 4, 80, 80),
+        (2, 7, 1, 96, 72),
+        (6, 16, 8, 128, 128),
+        (2, 3, 3, 256, 64),
+    ],
 )
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,12 +10,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 
 SAMPLERS = implementations(sample_torch, sample_triton)
 INFINITY = torch.inf
+Settings = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
 
-def expected_id(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int, first: int) -> int:
+def expected_id(logits: Tensor, settings: Settings, arguments: tuple[Tensor, ...], row: int, first: int) -> int:
     """The definition, one row in float64."""
+    (temperature, top_k, top_p, min_p), seeds, positions = settings, arguments[4].cpu(), arguments[5].cpu()
     if logits.isnan().any():
-        return FAILED.value
+        return int(FAILED.value)
     if temperature < 1e-5:
         return first + int((logits == logits.max()).nonzero()[0])
     order = sorted(range(len(logits)), key=lambda column: (-logits[column].item(), column))
@@ -26,11 +28,11 @@ def expected_id(logits: Tensor, temperature: float, top_k: int, top_p: float, mi
         kept = max(1, int((probability.cumsum(dim=0) - probability < top_p).sum()))
     kept = max(1, min(kept, int((scaled.exp() >= min_p).sum())))
     columns = torch.tensor(order[:kept])
-    noise = gumbel(torch.tensor([seed]), torch.tensor([position], dtype=torch.int32), first + columns)[0].double()
+    noise = gumbel(seeds[row : row + 1], positions[row : row + 1], first + columns)[0].double()
     return first + int(columns[(scaled[:kept] + noise).argmax()])
 
 
-def parameters(rows: list[tuple[float, int, float, float]], seed: int) -> tuple[Tensor, ...]:
+def parameters(rows: list[Settings], seed: int) -> tuple[Tensor, ...]:
     columns = zip(*rows, strict=True)
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
     settings = [torch.tensor(column, dtype=dtype, device=DEVICE) for column, dtype in zip(columns, dtypes, strict=True)]
@@ -39,7 +41,7 @@ def parameters(rows: list[tuple[float, int, float, float]], seed: int) -> tuple[
     return *settings, seeds, positions
 
 
-ROWS = [  # temperature, top_k, top_p, min_p
+ROWS: list[Settings] = [
     (0.0, 0, 1.0, 0.0),
     (1e-6, 5, 0.5, 0.5),
     (1.0, 0, 1.0, 0.0),
@@ -79,9 +81,7 @@ def test_every_combination_of_filters_matches_float64(implementation, columns, f
         pytest.skip("the interpreter is slow")
     logits = spread * randn(len(ROWS), columns, seed=columns)
     arguments = parameters(ROWS, seed=columns)
-    expected = [
-        expected_id(logits[row].cpu(), *ROWS[row], int(arguments[4][row]), int(arguments[5][row]), first) for row in range(len(ROWS))
-    ]
+    expected = [expected_id(logits[row].cpu(), ROWS[row], arguments, row, first) for row in range(len(ROWS))]
     assert implementation(logits, *arguments, first).tolist() == expected
 
 
@@ -92,7 +92,7 @@ def test_equal_logits_are_kept_by_lowest_id(implementation, settings):
     logits[:, 3::100] = 1.0
     logits[4:, 1050] = 2.0
     arguments = parameters([settings] * 8, seed=5)
-    expected = [expected_id(logits[row].cpu(), *settings, int(arguments[4][row]), int(arguments[5][row]), 0) for row in range(8)]
+    expected = [expected_id(logits[row].cpu(), settings, arguments, row, 0) for row in range(8)]
     assert implementation(logits, *arguments).tolist() == expected
 
 
@@ -102,7 +102,7 @@ def test_more_kept_ids_than_the_kernel_gathers(implementation):
     logits = 0.01 * randn(2, columns, seed=1)
     rows = [(1.0, CANDIDATES + 500, 0.9, 0.0), (1.0, 0, 0.9, 0.0)]
     arguments = parameters(rows, seed=1)
-    expected = [expected_id(logits[row].cpu(), *rows[row], int(arguments[4][row]), int(arguments[5][row]), 0) for row in range(2)]
+    expected = [expected_id(logits[row].cpu(), rows[row], arguments, row, 0) for row in range(2)]
     assert implementation(logits, *arguments).tolist() == expected
 
 

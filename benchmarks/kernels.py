@@ -1,0 +1,248 @@
+"""What each kernel reaches of what the GPU can do: `python -m benchmarks.kernels [OPERATION ...]`.
+
+Launches are captured in a CUDA graph and timed over its replays, so that the host does not count. The ceilings, read
+bandwidth and bfloat16 matrix products, are measured in the same run. KV caches rotate, so that they come from memory;
+activations are as in a model in the cache that the kernel before left them in.
+"""
+
+import argparse
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels.decode_attention import decode_attention
+from kernels.embedding import embedding
+from kernels.prefill_attention import prefill_attention
+from kernels.rms_norm import add_rms_norm
+from kernels.rope import rope_and_store
+from kernels.sampling import greedy, sample
+from kernels.silu_and_mul import silu_and_mul
+
+REPLAYS = 50
+LAUNCHES = 20  # of one graph, at least
+L2_BYTES = 2**26  # more than any cache of the GPUs we know: rotating inputs together exceed it
+DTYPE = torch.bfloat16
+PAGE_SIZE = 16
+
+Launch = Callable[[], object]
+
+
+class Time(NamedTuple):
+    median_us: float
+    p95_us: float
+
+
+class Ceilings(NamedTuple):
+    read: float  # bytes a second
+    matrix: float  # bfloat16 operations a second
+
+
+class Case(NamedTuple):
+    """One line of the table. Of `work`, bytes count against read bandwidth, operations against the matrix rate."""
+
+    shape: str
+    work: float
+    unit: str  # "TB/s" or "TFLOP/s"
+    launches: list[Launch]
+    torch_launches: list[Launch] | None = None
+
+
+def time_launches(launches: list[Launch], replays: int = REPLAYS) -> Time:
+    """Microseconds of one launch; the list is repeated in one graph until it holds LAUNCHES."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()  # compiles, and fills the allocator
+    torch.cuda.synchronize()
+    repeats = -(-LAUNCHES // len(launches))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for launch in launches:
+                launch()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (repeats * len(launches)))
+    return Time(statistics.median(times), statistics.quantiles(times, n=20)[-1])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_kernel(x_ptr, sums_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK, num_stages=4):
+        total += tl.load(x_ptr + start + tl.arange(0, BLOCK))
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
+
+
+def measure_ceilings() -> Ceilings:
+    programs = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    x, sums = torch.randn(2**30, device="cuda"), torch.empty(programs, device="cuda")
+    read = time_launches([partial(_read_kernel[(programs,)], x, sums, x.numel(), 8192, num_warps=16)], replays=5)
+    size = 8192
+    a, b = torch.randn(2, size, size, device="cuda", dtype=DTYPE)
+    matrix = time_launches([partial(torch.matmul, a, b)], replays=1 + 1)
+    return Ceilings(2**32 / read.median_us * 1e6, 2 * size**3 / matrix.median_us * 1e6)
+
+
+class KVCache:
+    """`copies` times the KV cache of `rows` rows, pages shuffled over all of it; lengths uniform in `[shortest, longest]`."""
+
+    def __init__(self, rows: int, kv_heads: int, head_size: int, shortest: int, longest: int, copies: int, max_tokens: int = 8192) -> None:
+        generator = torch.Generator().manual_seed(rows)
+        pages, slots = -(-longest // PAGE_SIZE), rows * copies
+        self.k = torch.randn(pages * slots, PAGE_SIZE, kv_heads, head_size, device="cuda", dtype=DTYPE)
+        self.v = torch.randn_like(self.k)
+        page_table = torch.zeros(slots, max(max_tokens // PAGE_SIZE, pages), dtype=torch.int32)
+        page_table[:, :pages] = torch.randperm(pages * slots, generator=generator).view(slots, pages)
+        self.page_table = page_table.cuda()
+        self.slots = torch.randperm(slots, generator=generator).int().cuda().view(copies, rows)
+        lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator, dtype=torch.int32)
+        self.lengths, self.total_tokens = lengths.cuda(), int(lengths.sum())
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+
+
+def eager_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(residual.add_(x), weight.shape, weight, 1e-6)
+
+
+def eager_activation(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def norm_cases() -> Iterator[Case]:
+    for tokens, size in ((1, 1024), (1, 5120), (32, 4096), (256, 1024), (256, 5120), (8192, 4096)):
+        x, residual, weight = randn(tokens, size), randn(tokens, size), randn(size)
+        ours, eager = partial(add_rms_norm, x, residual, weight, 1e-6), partial(eager_norm, x, residual, weight)
+        yield Case(f"T={tokens} D={size}", 8.0 * tokens * size, "TB/s", [ours], [eager])
+
+
+def activation_cases() -> Iterator[Case]:
+    for tokens, size in ((1, 3072), (1, 14336), (32, 14336), (256, 3072), (256, 17408), (8192, 14336)):
+        x = randn(tokens, 2 * size)
+        yield Case(f"T={tokens} D={size}", 6.0 * tokens * size, "TB/s", [partial(silu_and_mul, x)], [partial(eager_activation, x)])
+
+
+def embedding_cases() -> Iterator[Case]:
+    weight = randn(151936, 2048)
+    for tokens in (1, 256, 8192):
+        ids = torch.randint(0, 151936, (tokens,), device="cuda")
+        ours, eager = partial(embedding, ids, weight, 0), partial(F.embedding, ids, weight)
+        yield Case(f"T={tokens} D=2048", 4.0 * tokens * 2048, "TB/s", [ours], [eager])
+
+
+def rope_cases() -> Iterator[Case]:
+    table = torch.randn(8192, 128, device="cuda")
+    for tokens, q_heads, kv_heads in ((1, 16, 8), (1, 40, 8), (32, 32, 8), (256, 16, 8), (256, 40, 8), (8192, 32, 8)):
+        qkv, norm = randn(tokens, q_heads + 2 * kv_heads, 128), randn(128)
+        q, k, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
+        positions = torch.randint(0, 8192, (tokens,), device="cuda", dtype=torch.int32)
+        k_cache, v_cache = randn(2, tokens // PAGE_SIZE + 64, PAGE_SIZE, kv_heads, 128)
+        locations = torch.randperm(k_cache.shape[0] * PAGE_SIZE, device="cuda")[:tokens]
+        ours = partial(rope_and_store, q, k, v, positions, table, locations, k_cache, v_cache, norm, norm)
+        yield Case(f"T={tokens} Q={q_heads} K={kv_heads} H=128", 4.0 * qkv.numel(), "TB/s", [ours])
+
+
+def decode_cases() -> Iterator[Case]:
+    for q_heads, kv_heads, head_size in ((16, 8, 128), (32, 8, 128), (40, 8, 128), (14, 2, 64), (32, 4, 128)):
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            copies = max(1, min(32, L2_BYTES // (rows * 2000 * kv_heads * head_size) + 1))
+            cache, q = KVCache(rows, kv_heads, head_size, 800, 1100, copies), randn(rows, q_heads, head_size)
+            shared = (cache.lengths, head_size**-0.5)
+            ours: list[Launch] = [partial(decode_attention, q, cache.k, cache.v, cache.page_table, slots, *shared) for slots in cache.slots]
+            work = 4.0 * cache.total_tokens * kv_heads * head_size
+            yield Case(f"B={rows} Q={q_heads} K={kv_heads} H={head_size} length 800-1100", work, "TB/s", ours)
+
+
+def prefill_cases() -> Iterator[Case]:
+    """Beside SDPA's flash attention, which gets contiguous keys with the KV heads repeated."""
+    for q_heads, kv_heads, rows, length in ((16, 8, 1, 8192), (16, 8, 16, 1024), (40, 8, 1, 8192), (40, 8, 16, 1024), (32, 8, 64, 256)):
+        cache, q = KVCache(rows, kv_heads, 128, length, length, copies=1), randn(rows * length, q_heads, 128)
+        starts = torch.arange(0, rows * length + 1, length, device="cuda", dtype=torch.int32)
+        rest = (cache.slots[0], starts, cache.lengths, length, 128**-0.5)
+        ours = partial(prefill_attention, q, cache.k, cache.v, cache.page_table, *rest)
+        flash = partial(flash_attention, *randn(3, rows, q_heads, length, 128))
+        work = 4.0 * q_heads * 128 * rows * length * (length + 1) / 2
+        yield Case(f"{rows} x {length} tokens Q={q_heads} K={kv_heads} H=128", work, "TFLOP/s", [ours], [flash])
+
+
+def sampling_cases() -> Iterator[Case]:
+    columns = 151936
+    for rows in (1, 32, 256):
+        logits = 3 * torch.randn(rows, columns, device="cuda")
+        seeds, positions = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda", dtype=torch.int32)
+        work = 4.0 * rows * columns
+        yield Case(f"B={rows} V={columns} greedy", work, "TB/s", [partial(greedy, logits)], [partial(torch.argmax, logits, 1)])
+        for temperature, top_k, top_p in ((0.6, 0, 1.0), (0.6, 20, 0.95), (0.6, 0, 0.9), (1.0, 500, 1.0)):
+            settings = (
+                torch.full((rows,), temperature, device="cuda"),
+                torch.full((rows,), top_k, device="cuda", dtype=torch.int32),
+                torch.full((rows,), top_p, device="cuda"),
+                torch.zeros(rows, device="cuda"),
+            )
+            ours = partial(sample, logits, *settings, seeds, positions)
+            yield Case(f"B={rows} temperature {temperature} top_k {top_k} top_p {top_p}", work, "TB/s", [ours])
+
+
+OPERATIONS: dict[str, Callable[[], Iterator[Case]]] = {
+    "add_rms_norm": norm_cases,
+    "silu_and_mul": activation_cases,
+    "embedding": embedding_cases,
+    "rope_and_store": rope_cases,
+    "decode_attention": decode_cases,
+    "prefill_attention": prefill_cases,
+    "sampling": sampling_cases,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("operations", nargs="*", choices=[[], *OPERATIONS], metavar="OPERATION", help=", ".join(OPERATIONS))
+    chosen = parser.parse_args().operations or list(OPERATIONS)
+    revision = (
+        subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    )
+    device = torch.cuda.get_device_name()
+    print(
+        f"bfloat16  {device}  torch {torch.__version__}  triton {triton.__version__}  commit {revision}  median of {REPLAYS} graph replays"
+    )
+    ceilings = measure_ceilings()
+    print(f"ceilings: read {ceilings.read / 1e12:.2f} TB/s, matrix product {ceilings.matrix / 1e12:.0f} TFLOP/s")
+    for name in chosen:
+        print(f"\n{name:54}  torch us   ours us    p95 us      rate          of ceiling")
+        for case in OPERATIONS[name]():
+            ours = time_launches(case.launches)
+            eager = f"{time_launches(case.torch_launches).median_us:10.2f}" if case.torch_launches else f"{'':10}"
+            rate = case.work / ours.median_us * 1e6
+            ceiling = ceilings.read if case.unit == "TB/s" else ceilings.matrix
+            print(
+                f"{case.shape:54}{eager}{ours.median_us:10.2f}{ours.p95_us:10.2f}{rate / 1e12:10.2f} {case.unit:8}{rate / ceiling:9.1%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

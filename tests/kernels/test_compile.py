@@ -1,0 +1,147 @@
+"""Compiles every Triton kernel as the operations launch it, for GPUs that need not be here: no spills, shared memory within limits.
+
+The operations are called with CPU tensors and a launcher that only notes the kernel, its arguments and its options.
+"""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kernels import decode_attention, embedding, launch, prefill_attention, rms_norm, rope, sampling, silu_and_mul
+from tests.kernels.support import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels do not compile")
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a block
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+BFLOAT16 = torch.bfloat16
+
+
+class Launch(NamedTuple):
+    kernel: JITFunction[Any]
+    arguments: dict[str, object]
+    options: dict[str, object]
+
+
+def compile_launch(noted: Launch, capability: int) -> Any:
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(noted.kernel.params):
+        value, name = noted.arguments[parameter.name], parameter.name
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):  # the launcher makes 1 a constant too
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name], attributes[(index,)] = "*" + DTYPE_NAMES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif isinstance(value, int):
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(noted.kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=noted.options)
+
+
+def stack_bytes(compiled: Any, folder: Path) -> int:
+    """Of a thread: what did not fit in registers."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return int(usage.split("STACK:")[1].split()[0])
+
+
+def zeros(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def int32(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int32)
+
+
+def norms() -> None:
+    for size in (1024, 4096, 5120, 8192):
+        rms_norm.add_rms_norm_triton(zeros(4, size), zeros(4, size), zeros(size), 1e-6)
+    for rows, size in ((4, 64), (400, 128), (1, 2048)):
+        rms_norm.rms_norm_triton(zeros(rows, size), zeros(size), 1e-6)
+
+
+def pointwise() -> None:
+    for size in (64, 768, 14336):
+        silu_and_mul.silu_and_mul_triton(zeros(4, 2 * size))
+        embedding.embedding_triton(int32(4), zeros(8, size), 0)
+
+
+def rotations() -> None:
+    for tokens, q_heads, kv_heads, head_size, rotated in (
+        (1, 14, 2, 64, 64),
+        (500, 16, 8, 128, 128),
+        (1, 40, 8, 128, 128),
+        (500, 9, 3, 80, 32),
+    ):
+        qkv, norm, cache = zeros(tokens, q_heads + 2 * kv_heads, head_size), zeros(head_size), zeros(2, 16, kv_heads, head_size)
+        q, k, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
+        table, locations = zeros(9, rotated, dtype=torch.float32), zeros(tokens, dtype=torch.int64)
+        rope.rope_and_store_triton(q, k, v, int32(tokens), table, locations, cache, cache, norm, norm)
+
+
+def attention(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = BFLOAT16) -> None:
+    cache, q = zeros(4, 16, kv_heads, head_size, dtype=dtype), zeros(300, q_heads, head_size, dtype=dtype)
+    for rows, window in ((1, None), (300, 100)):  # split and not
+        decode_attention.decode_attention_triton(q[:rows], cache, cache, int32(4, 512), int32(rows), int32(rows), 0.1, window)
+    for window in (None, 100):
+        prefill_attention.prefill_attention_triton(q, cache, cache, int32(4, 512), int32(4), int32(5), int32(4), 300, 0.1, window)
+
+
+def samplers() -> None:
+    logits, number = zeros(4, 151936, dtype=torch.float32), zeros(4, dtype=torch.float32)
+    sampling.greedy_triton(logits)
+    sampling.sample_triton(logits, number, int32(4), number, number, zeros(4, dtype=torch.int64), int32(4))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    "operations, arguments",
+    [
+        (norms, ()),
+        (pointwise, ()),
+        (rotations, ()),
+        (attention, (64, 14, 2)),
+        (attention, (80, 4, 4)),
+        (attention, (96, 9, 3)),
+        (attention, (128, 16, 8)),
+        (attention, (128, 40, 8)),
+        (attention, (256, 16, 8)),
+        (attention, (128, 4, 2, torch.float32)),
+        (samplers, ()),
+    ],
+)
+def test_compiles_without_spills(
+    operations: Callable[..., None], arguments: tuple[Any, ...], capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    noted: list[Launch] = []
+
+    def note(kernel: JITFunction[Any], *positional: object, grid: object, warmup: bool, **named: object) -> None:
+        options: dict[str, object] = {name: named.pop(name) for name in ("num_warps", "launch_pdl") if name in named}
+        noted.append(Launch(kernel, {**dict(zip(kernel.arg_names, positional, strict=False)), **named}, options))
+
+    monkeypatch.setattr(JITFunction, "run", note)
+    for module in (launch, prefill_attention):
+        monkeypatch.setattr(module, "capability", lambda device: divmod(capability, 10))
+    monkeypatch.setattr(decode_attention, "multiprocessors", lambda device: 132)
+    operations(*arguments)
+
+    assert noted
+    for launched in noted:
+        compiled = compile_launch(launched, capability)
+        what = f"{launched.kernel.__module__}.{launched.kernel.__name__} {launched.options}"
+        assert compiled.metadata.shared <= SHARED_LIMIT[capability], what
+        assert stack_bytes(compiled, tmp_path) == 0, what
