@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from services.worker.supervisor import Result, Supervisor
+from services.worker.supervisor import GroupFailed, Result, Supervisor
 from services.worker.weights.folder import ModelFolder
 from shared.errors import LockstepError, ProtocolError
 from shared.protocol import execution_pb2 as pb
@@ -59,6 +59,7 @@ class ExecutionService(ExecutionServicer):
         self.supervisor, self.folder, self.fingerprint = supervisor, folder, fingerprint
         self.current: ExecuteStream | None = None
         self.highest = (0, 0)  # (epoch, stream) of all hellos taken
+        supervisor.failed.add_done_callback(self._on_failure)
 
     async def Describe(self, request: pb.ExecutionDescribeRequest, context: Context) -> pb.ExecutionDescribeResponse:
         await _checked_version(request.protocol_version, context)
@@ -107,9 +108,14 @@ class ExecutionService(ExecutionServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Fenced as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
+        except GroupFailed as error:  # `main` tells it
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except LockstepError as error:
             logger.warning("stream %d.%d: %s", stream.epoch, stream.number, error)
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except asyncio.CancelledError:  # by grpc, when the connection breaks
+            logger.warning("stream %d.%d: the scheduler has gone", stream.epoch, stream.number)
+            raise
         finally:
             if reader is not None:
                 reader.cancel()
@@ -156,6 +162,12 @@ class ExecutionService(ExecutionServicer):
     async def _check_group(self, name: str, context: Context) -> None:
         if name != self.supervisor.settings.group:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no group {name!r} here, only {self.supervisor.settings.group!r}")
+
+    def _on_failure(self, failed: asyncio.Future[None]) -> None:
+        """Lets the scheduler know the cause, not only that the connection broke."""
+        error = failed.exception()
+        if self.current is not None and isinstance(error, LockstepError):
+            self.current.outbox.close(error)
 
     def announce_draining(self, remaining_ms: int) -> None:
         if self.current is not None:
