@@ -64,6 +64,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             async with asyncio.TaskGroup() as tasks:  # one that fails ends the service
                 running = [tasks.create_task(each) for each in (tell_health(), tick(), *(worker.run() for worker in workers))]
                 await stop.wait()
+                generation.end_sessions()
                 for task in running:
                     task.cancel()
         finally:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import grpc
 
-from services.scheduler.group import Group, StepResult
+from services.scheduler.group import Group, StepResult, longest_request
 from services.scheduler.leadership import Leadership
 from services.scheduler.model import Model
 from services.scheduler.scheduler import Scheduler
@@ -93,23 +93,28 @@ class Worker:
         """One stream, until it breaks."""
         try:
             limits = _limits(described)
-            await self._learn_model(stub, described)
+            await self._learn_model(stub, described, limits)
             with _grpc_errors():
                 await self._execute(stub, described, limits)
         except LockstepError as error:
-            self._tell(described.name, str(error))
+            self._tell(described.name, str(error), logging.WARNING)
         except Exception:  # the edge: a defect costs this stream, not the scheduler
             logger.exception("worker %s, group %s: the stream failed", self._target, described.name)
 
-    async def _learn_model(self, stub: ExecutionStub, described: pb.WorkerGroup) -> None:
+    async def _learn_model(self, stub: ExecutionStub, described: pb.WorkerGroup, limits: Limits) -> None:
         """The first group says what the model is; raises ProtocolError when a later one serves another."""
         if self._scheduler.model is None:
             with _grpc_errors():
                 async with asyncio.timeout(FILES_S):
                     model_files = await files.receive(aiter(stub.Files(pb.ExecutionFilesRequest(group=described.name))))
             if self._scheduler.model is None:  # no other group was faster
-                eos_ids = frozenset(described.eos_ids)
-                self._scheduler.model = Model(described.fingerprint, described.vocab_size, 1, eos_ids, tuple(model_files))
+                self._scheduler.model = Model(
+                    fingerprint=described.fingerprint,
+                    vocab_size=limits.vocab_size,
+                    max_length=longest_request(limits),
+                    eos_ids=frozenset(described.eos_ids),
+                    files=tuple(model_files),
+                )
         model = self._scheduler.model
         if described.fingerprint != model.fingerprint:
             raise ProtocolError(f"refused: it serves the model {described.fingerprint or '(none)'}, the first group {model.fingerprint}")
@@ -170,11 +175,11 @@ class Worker:
             case other:
                 raise ProtocolError(f"an Execute stream does not go on with {other}")
 
-    def _tell(self, group: str, what: str) -> None:
+    def _tell(self, group: str, what: str, level: int = logging.INFO) -> None:
         """Logs what has changed; a worker that stays away is told of once."""
         if self._told.get(group) != what:
             self._told[group] = what
-            logger.info("worker %s%s: %s", self._target, f", group {group}" if group else "", what)
+            logger.log(level, "worker %s%s: %s", self._target, f", group {group}" if group else "", what)
 
 
 @contextlib.contextmanager

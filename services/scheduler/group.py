@@ -33,10 +33,16 @@ class StepResult:
     plan_id: int
     ids: Int32s  # [iterations, rows]
     slot_epochs: Int32s  # [rows]
-    hold_us: int
+    hold_us: int  # result sent - plan received
     start_us: int
     end_us: int
-    idle_us: int
+    idle_us: int  # before start_us
+
+    @property
+    def late_us(self) -> int:
+        """How long the device had nothing to do because this plan came late; the rest of its idle time is its own."""
+        received_after_end = self.end_us - self.start_us + self.idle_us - self.hold_us  # of the step before
+        return min(max(received_after_end, 0), self.idle_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,11 @@ class Outstanding:
     estimate_us: int
     sent_at: float
     followed: bool  # sent while another plan was outstanding
+
+
+def longest_request(limits: Limits) -> int:
+    """Tokens of the longest request that fits a group. The last token of a request is never written to the cache."""
+    return min(limits.max_length, (limits.pages - 1) * limits.page_size + 1)
 
 
 class Group:
@@ -88,8 +99,8 @@ class Group:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest request that fits. The last token of a request is never written to the cache."""
-        return min(self.limits.max_length, (self.limits.pages - 1) * self.limits.page_size + 1)
+        """Tokens of the longest request that fits."""
+        return longest_request(self.limits)
 
     @property
     def load(self) -> int:
@@ -130,7 +141,7 @@ class Group:
         self._queued_us -= plan.estimate_us
         iterations = len(result.ids)
         self.step_times.observe(plan.decode_rows, plan.prefill_tokens, max((result.end_us - result.start_us) // iterations, 1))
-        self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.idle_us, plan.followed)
+        self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
         for ids in result.ids:
             self._take(ids, plan, result.slot_epochs)
         if oldest:

@@ -10,7 +10,7 @@ from collections import deque
 WINDOW_PLANS = 400
 UNKNOWN_STEP_US = 10_000  # before the first measurement
 SMOOTHING = 0.1
-STARVED_US = 20  # less idle time than this is the device's own
+STARVED_US = 20  # less is noise
 MARGIN_STEP_US = 100
 MARGIN_DECAY = 0.998
 MAX_MARGIN_US = 2_000  # more would cost time to first token, as long as no plan may jump
@@ -54,16 +54,15 @@ class Lead:
             return True
         return self._overlap and outstanding < MAX_OUTSTANDING_PLANS and queued_us < self.round_trip_us + self.margin_us
 
-    def on_result(self, round_trip_us: int, idle_us: int, followed: bool) -> None:
-        """round_trip_us: result seen - plan sent - hold. followed: the plan was sent while another was outstanding, so that the
-        device should not have waited for it."""
+    def on_result(self, round_trip_us: int, late_us: int) -> None:
+        """round_trip_us: result seen - plan sent - hold. late_us: the device waited so long for a plan that could have been there."""
         self._round_trips.append(round_trip_us)
         insort(self._sorted, round_trip_us)
         if len(self._round_trips) > WINDOW_PLANS:
             del self._sorted[bisect_left(self._sorted, self._round_trips.popleft())]
         # A low percentile: a high one would count our own queue and every hiccup, and so run away.
         self.round_trip_us = max(self._sorted[len(self._sorted) // 10], 0)
-        if followed and idle_us > STARVED_US:
-            self.margin_us = min(self.margin_us + min(idle_us, self.margin_us + MARGIN_STEP_US), MAX_MARGIN_US)
+        if late_us > STARVED_US:
+            self.margin_us = min(self.margin_us + min(late_us, self.margin_us + MARGIN_STEP_US), MAX_MARGIN_US)
         else:
             self.margin_us *= MARGIN_DECAY

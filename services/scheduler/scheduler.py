@@ -49,8 +49,7 @@ class Scheduler:
         self._group_of: dict[Request, Group] = {}
         self._held = WaitingQueue()  # until a group is ready
         self._held_until: dict[Request, float] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number breaks ties
-        self._num_deadlines = 0
+        self._deadlines: list[tuple[float, Key, int]] = []  # a heap of (deadline, request, attempt)
         self._tombstones: OrderedDict[Key, int] = OrderedDict()  # highest attempt cancelled of requests that are unknown
         self._ended = Meter(now)
 
@@ -84,8 +83,7 @@ class Scheduler:
             return None
         rejected = (None if request.resumed_at else self._overload(request, now)) or self._place(request, now)
         if rejected is None and request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, self._num_deadlines, request))
-            self._num_deadlines += 1
+            heapq.heappush(self._deadlines, (request.deadline, request.key, request.attempt))
         return rejected
 
     def cancel(self, key: Key, attempt: int, now: float) -> None:
@@ -143,10 +141,11 @@ class Scheduler:
                 break  # they were held in this order
             self._end(request, UNAVAILABLE if not request.resumed_at else LOST, now)
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[-1]
-            if request.end is None:
-                started = request.slot is not None or request.sent > 0
-                self._end(request, OUT_OF_TIME if started else TOO_LATE, now)
+            _, key, attempt = heapq.heappop(self._deadlines)
+            due = self._requests.get(key)
+            if due is not None and due.attempt == attempt:
+                started = due.slot is not None or due.output
+                self._end(due, OUT_OF_TIME if started else TOO_LATE, now)
 
     def _place(self, request: Request, now: float) -> Rejected | None:
         groups = [group for group in self.groups if not group.draining]

@@ -128,6 +128,11 @@ class GenerationService(GenerationServicer):
         self.scheduler.drop_session(session.number, time.monotonic())
         logger.info("gateway %s: session %d has ended", session.gateway, session.number)
 
+    def end_sessions(self) -> None:
+        """Ends each after what it has been given; what its requests have not got, the gateway asks of the next scheduler."""
+        for session in self._sessions.values():
+            session.outbox.close()
+
     def _deliver(self, updated: list[Request], now: float) -> None:
         touched: dict[int, GatewaySession] = {}
         for request in updated:

@@ -32,3 +32,10 @@ class SchedulerSettings(Settings):
     @classmethod
     def split_at_commas(cls, value: object) -> object:
         return value.split(",") if isinstance(value, str) else value
+
+    @field_validator("worker")
+    @classmethod
+    def each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("a worker is given twice: its two streams would take it from each other")
+        return value

@@ -50,6 +50,7 @@ class SessionClient:
         self.answers: dict[tuple[int, int], Answer] = {}
         self.batches = 0
         self.epoch = 0
+        self.ended_well = False
         self._changed = asyncio.Condition()
 
     def submit(self, message: pb.Submit) -> None:
@@ -76,6 +77,7 @@ class SessionClient:
                 self._take(message.batch)
             async with self._changed:
                 self._changed.notify_all()
+        self.ended_well = True
 
     def _take(self, batch: pb.TokenBatch) -> None:
         self.batches += 1

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from services.scheduler.group import Group, StepResult
@@ -66,21 +67,36 @@ def test_without_overlap_each_step_waits_for_the_result_before() -> None:
 def test_round_trip_is_a_low_percentile() -> None:
     lead = Lead(overlap=True)
     for index in range(1_000):
-        lead.on_result(500_000 if index % 2 else 1_000 + index % 7, idle_us=0, followed=True)
+        lead.on_result(500_000 if index % 2 else 1_000 + index % 7, late_us=0)
     assert 1_000 <= lead.round_trip_us <= 1_010
 
 
 def test_margin_grows_by_starvation_only() -> None:
     lead = Lead(overlap=True)
-    before = lead.margin_us
-    lead.on_result(1_000, idle_us=3_000_000, followed=False)  # there was no work
-    assert lead.margin_us <= before
     for _ in range(10):
-        lead.on_result(1_000, idle_us=3_000, followed=True)
+        lead.on_result(1_000, late_us=3_000)
     assert lead.margin_us == MAX_MARGIN_US
     for _ in range(3_000):
-        lead.on_result(1_000, idle_us=0, followed=True)
+        lead.on_result(1_000, late_us=0)
     assert lead.margin_us < MAX_MARGIN_US / 10
+
+
+def test_a_plan_is_late_only_when_the_device_waited_for_it() -> None:
+    result = StepResult(0, np.zeros((1, 1), np.int32), np.zeros(1, np.int32), hold_us=1_000, start_us=5_000, end_us=6_000, idle_us=400)
+    assert result.late_us == 400  # it came when the device was idle
+    assert replace(result, hold_us=1_300).late_us == 100
+    assert replace(result, hold_us=9_000).late_us == 0  # it had come long before: the device idles by itself
+
+
+def test_idle_time_without_work_is_nobodys_fault() -> None:
+    sent: list[Plan] = []
+    group = Group("group", LIMITS, 0, 64, True, sent.append, lambda updated, at: None)
+    device = Device(LIMITS, model=lambda ids, vocab_size: 7)
+    before = group.lead.margin_us
+    for number in range(5):
+        group.submit(make_request(number, [1], 1), float(number))
+        group.on_result(replace(device.run(sent.pop()), idle_us=1_000_000), float(number))
+    assert group.lead.margin_us <= before
 
 
 def test_step_times_follow_the_size() -> None:

@@ -315,6 +315,18 @@ async def test_a_deadline_passes_while_waiting_and_while_running(tmp_path: Path)
         assert waiting.rejected.reason == pb.REJECT_REASON_DEADLINE
 
 
+async def test_a_stop_ends_sessions_in_good_order(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker(step_s=0.005)) as worker, contextlib.AsyncExitStack() as stack:
+        service = await stack.enter_async_context(contextlib.AsyncExitStack())
+        target = await service.enter_async_context(scheduling(tmp_path, worker))
+        client = await stack.enter_async_context(session(target))
+        client.submit(submit(1, [1], 60, ignore_eos=True))
+        answer = await client.until(1, lambda answer: len(answer.ids) >= 3)
+        await service.aclose()
+        await eventually(lambda: client.ended_well)
+        assert not answer.ended  # the next scheduler goes on with it
+
+
 async def test_another_model_is_refused(tmp_path: Path) -> None:
     async with serving(ScriptedWorker()) as worker, serving(ScriptedWorker(fingerprint="xyz")) as other:
         other.ready = False

@@ -29,7 +29,13 @@ def test_workers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--worker", "nonsense"], ["--worker", "a:1", "--max-step-tokens", "0"], ["--worker", "a:1", "--group-wait-s", "-1"]],
+    [
+        [],
+        ["--worker", "nonsense"],
+        ["--worker", "a:1", "--worker", "a:1"],
+        ["--worker", "a:1", "--max-step-tokens", "0"],
+        ["--worker", "a:1", "--group-wait-s", "-1"],
+    ],
 )
 def test_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError):
