@@ -9,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.scheduler.connection import Worker
 from services.scheduler.leadership import Leadership
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.server import GenerationService
 from services.scheduler.settings import SchedulerSettings
 from shared.admin import admin
@@ -27,7 +28,9 @@ STOP_S = 1.0  # for what is on its way to gateways
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set. Raises LockstepError when a port is taken."""
     leadership = Leadership()
-    generation = GenerationService(settings, leadership)
+    registry = new_registry("scheduler")
+    metrics = SchedulerMetrics(settings.served_model_name, settings.vllm_names, registry)
+    generation = GenerationService(settings, leadership, metrics)
     scheduler = generation.scheduler
     healthy = health.aio.HealthServicer()
     changed = asyncio.Event()  # a group has come or gone
@@ -54,8 +57,11 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_GenerationServicer_to_server(generation, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    workers = [Worker(target, scheduler, leadership, settings.max_step_tokens, settings.overlap, changed.set) for target in settings.worker]
-    async with admin(settings, new_registry("scheduler"), readiness) as admin_port:
+    workers = [
+        Worker(target, scheduler, leadership, metrics, settings.max_step_tokens, settings.overlap, changed.set)
+        for target in settings.worker
+    ]
+    async with admin(settings, registry, readiness) as admin_port:
         try:
             port = await start_server(server, settings.host, settings.port)
             if settings.ports_file is not None:

@@ -11,6 +11,7 @@ import grpc
 
 from services.scheduler.group import Group, StepResult, longest_request
 from services.scheduler.leadership import Leadership
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.model import Model
 from services.scheduler.scheduler import Scheduler
 from shared.errors import LockstepError, ProtocolError
@@ -38,13 +39,14 @@ class Worker:
         target: str,
         scheduler: Scheduler,
         leadership: Leadership,
+        metrics: SchedulerMetrics,
         max_step_tokens: int,
         overlap: bool,
         on_change: Callable[[], None],
     ) -> None:
         """on_change: called when a group has come or gone."""
         self._target = target
-        self._scheduler, self._leadership = scheduler, leadership
+        self._scheduler, self._leadership, self._metrics = scheduler, leadership, metrics
         self._max_step_tokens, self._overlap = max_step_tokens, overlap
         self._on_change = on_change
         self._streams: dict[str, asyncio.Task[None]] = {}  # by group
@@ -140,6 +142,7 @@ class Worker:
                 self._overlap,
                 send,
                 self._scheduler.deliver,
+                self._metrics.engine(described.name),
             )
             self._add(group, f"ready: {limits.slots} slots, {limits.pages} pages of {limits.page_size} tokens, stream {epoch}.{number}")
             async for message in received(aiter(call), "the worker"):

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from services.scheduler import batching
 from services.scheduler.lead import Lead, StepTimes
-from services.scheduler.pages import InvariantError, PagePool
+from services.scheduler.metrics import EngineMetrics, EngineState
+from services.scheduler.pages import InvariantError, PagePool, PageState
 from services.scheduler.requests import End, Finished, Request
 from services.scheduler.slots import Slots, SlotState
 from services.scheduler.waiting import WaitingQueue
@@ -76,6 +77,7 @@ class Group:
         overlap: bool,
         send: Callable[[Plan], None],
         deliver: Deliver,
+        metrics: EngineMetrics,
     ) -> None:
         self.name = name
         self.limits = limits
@@ -87,6 +89,8 @@ class Group:
         self.step_times = StepTimes()
         self.promised_pages = 0  # that running requests will still be granted
         self.num_running = 0
+        self.lead_us = 0  # of work queued behind the plan that runs, by estimate
+        self.metrics = metrics
         self._max_step_tokens = min(max_step_tokens, limits.max_step_tokens)
         self._send, self._deliver = send, deliver
         self._outstanding: dict[int, Outstanding] = {}  # by plan id, in the order sent
@@ -116,6 +120,23 @@ class Group:
     def num_outstanding(self) -> int:
         return len(self._outstanding)
 
+    def state(self) -> EngineState:
+        """For the metrics; may be called from any thread."""
+        usable = self.limits.pages - 1
+        return EngineState(
+            ready=not self.draining,
+            running=self.num_running,
+            waiting=len(self.waiting),
+            waiting_tokens=self.waiting.tokens,
+            kv_usage=1 - self.pool.num_ready / usable,
+            pages={state.name.lower(): self.pool.count(state) for state in (PageState.READY, PageState.OWNED, PageState.COOLING)},
+            page_size=self.limits.page_size,
+            num_pages=usable,
+            outstanding_plans=len(self._outstanding),
+            lead_s=self.lead_us / 1e6,
+            lead_target_s=self.lead.target_us / 1e6,
+        )
+
     def submit(self, request: Request, now: float) -> None:
         """Queues a request of at most `max_length` tokens."""
         self.waiting.push(request)
@@ -139,11 +160,12 @@ class Group:
         oldest = self.passed + 1 == result.plan_id
         del self._outstanding[result.plan_id]
         self._queued_us -= plan.estimate_us
-        iterations = len(result.ids)
-        self.step_times.observe(plan.decode_rows, plan.prefill_tokens, max((result.end_us - result.start_us) // iterations, 1))
+        step_us = max((result.end_us - result.start_us) // len(result.ids), 1)
+        self.step_times.observe(plan.decode_rows, plan.prefill_tokens, step_us)
+        self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
         for ids in result.ids:
-            self._take(ids, plan, result.slot_epochs)
+            self._take(ids, plan, result.slot_epochs, now)
         if oldest:
             self._finalise_passed()
         self._advance(now)
@@ -197,19 +219,21 @@ class Group:
 
     def _advance(self, now: float) -> None:
         """Sends what the lead rule allows, then delivers: the device comes first."""
-        while self.lead.may_send(len(self._outstanding), self._queued_behind()):
+        self._measure_lead()
+        while self.lead.may_send(len(self._outstanding), self.lead_us):
             plan = self._next_plan(now)
             if plan is None:
                 break
             self._send(plan)
+            self._measure_lead()
         if self._updated:
             updated = list(self._updated)
             self._updated.clear()
             self._deliver(updated, now)
 
-    def _queued_behind(self) -> int:
+    def _measure_lead(self) -> None:
         oldest = self._outstanding.get(self.passed + 1)
-        return self._queued_us - oldest.estimate_us if oldest else 0
+        self.lead_us = self._queued_us - oldest.estimate_us if oldest else 0
 
     # Results
 
@@ -222,11 +246,12 @@ class Group:
         if rows and not FAILED_ROW <= result.ids.min() <= result.ids.max() < self.limits.vocab_size:
             raise ProtocolError(f"the result of plan {result.plan_id} has ids from {result.ids.min()} to {result.ids.max()}")
 
-    def _take(self, ids: Int32s, plan: Outstanding, slot_epochs: Int32s) -> None:
+    def _take(self, ids: Int32s, plan: Outstanding, slot_epochs: Int32s, now: float) -> None:
         """One iteration. What a plan sent ahead brought for a slot that has been retired or used anew since is dropped."""
         slots = self.slots
         live = plan.samples & (slots.epoch[plan.slots] == slot_epochs) & slots.are_running(plan.slots)
         rows, tokens = plan.slots[live], ids[live]
+        self._time(rows[tokens >= 0], now)
         slots.confirmed[rows] += tokens >= 0
         for slot, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             request = slots.requests[slot]
@@ -239,6 +264,20 @@ class Group:
             if reason is not None:
                 self.retire(slot, Finished(reason), release=False)
 
+    def _time(self, rows: Int32s, now: float) -> None:
+        """For the metrics: each of these slots has a token now."""
+        gaps_s = now - self.slots.last_token_at[rows]
+        self.slots.last_token_at[rows] = now
+        self.metrics.tokens(gaps_s)
+        for slot in rows[np.isnan(gaps_s)].tolist():
+            request = self.slots.requests[slot]
+            assert request is not None  # it is running
+            assert request.admitted_at is not None  # likewise
+            if not request.output:  # it was not resumed
+                self.metrics.first_token(len(request.prompt_ids), request.admitted_at - request.arrived_at, now - request.admitted_at)
+            if request.first_token_at is None:
+                request.first_token_at = now
+
     # Plans
 
     def _next_plan(self, now: float) -> Plan | None:
@@ -246,7 +285,7 @@ class Group:
         slots = self.slots
         admitted: list[int] = []
         decodes = batching.decode_rows(slots, self._max_step_tokens, prefill_waits=bool(self._prefilling) or self._head_fits())
-        chunks = batching.prefill_chunks(slots, self._prefill_candidates(admitted), self._max_step_tokens - len(decodes))
+        chunks = batching.prefill_chunks(slots, self._prefill_candidates(admitted, now), self._max_step_tokens - len(decodes))
         if not len(decodes) and not chunks:
             return None
         plan = Plan(self._next_plan_id)
@@ -302,7 +341,7 @@ class Group:
         plan.prefill_flags = np.array([RowFlag.SAMPLE if chunk.last else 0 for chunk in chunks], dtype=np.int32)
         plan.prefill_ids = np.concatenate(pieces)
 
-    def _prefill_candidates(self, admitted: list[int]) -> Iterator[int]:
+    def _prefill_candidates(self, admitted: list[int], now: float) -> Iterator[int]:
         """Slots whose prefill goes on, then requests as they are admitted, which is noted in `admitted`."""
         yield from list(self._prefilling)
         while len(admitted) < MAX_ADMISSIONS and self._head_fits():
@@ -310,6 +349,8 @@ class Group:
             assert request is not None  # it fits
             self.waiting.remove(request)
             request.slot = slot = self.slots.admit(request)
+            if request.admitted_at is None:
+                request.admitted_at = now
             self.promised_pages += self._pages(request)
             self.num_running += 1
             self._prefilling[slot] = None

@@ -52,7 +52,11 @@ class Lead:
         """outstanding: plans; queued_us: the estimates of all of them but the oldest."""
         if not outstanding:
             return True
-        return self._overlap and outstanding < MAX_OUTSTANDING_PLANS and queued_us < self.round_trip_us + self.margin_us
+        return self._overlap and outstanding < MAX_OUTSTANDING_PLANS and queued_us < self.target_us
+
+    @property
+    def target_us(self) -> float:
+        return self.round_trip_us + self.margin_us
 
     def on_result(self, round_trip_us: int, late_us: int) -> None:
         """round_trip_us: result seen - plan sent - hold. late_us: the device waited so long for a plan that could have been there."""

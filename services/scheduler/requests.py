@@ -66,6 +66,9 @@ class Request:
     deadline: float | None = None  # on the clock of `now`, seconds
     end: End | None = None
     slot: int | None = None  # while running
+    arrived_at: float = 0.0  # on the same clock, as are the next two
+    admitted_at: float | None = None
+    first_token_at: float | None = None  # of this attempt
     resumed_at: int = field(init=False)  # tokens that the client had when this attempt was submitted
     sent: int = field(init=False)  # tokens of `output` that the gateway has been sent, or had
 

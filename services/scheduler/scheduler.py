@@ -7,6 +7,7 @@ from collections import OrderedDict
 from services.scheduler import routing
 from services.scheduler.group import Deliver, Group
 from services.scheduler.meter import Meter
+from services.scheduler.metrics import RequestTimes, SchedulerMetrics
 from services.scheduler.model import Model
 from services.scheduler.requests import End, Finished, Key, Rejected, Request
 from services.scheduler.validation import Refused, to_request
@@ -18,6 +19,8 @@ from shared.protocol.generation_pb2 import (
     REJECT_REASON_OVERLOADED,
     REJECT_REASON_TOO_LONG,
     REJECT_REASON_UNAVAILABLE,
+    FinishReason,
+    RejectReason,
     Submit,
 )
 
@@ -39,12 +42,21 @@ class Scheduler:
     """While no group is ready, requests are held for at most `group_wait_s`; but not before the first group was ready, since until
     then nothing is known of the model."""
 
-    def __init__(self, max_waiting_requests: int, max_waiting_tokens: int, group_wait_s: float, deliver: Deliver, now: float) -> None:
+    def __init__(
+        self,
+        max_waiting_requests: int,
+        max_waiting_tokens: int,
+        group_wait_s: float,
+        deliver: Deliver,
+        metrics: SchedulerMetrics,
+        now: float,
+    ) -> None:
         self.model: Model | None = None
         self.groups: list[Group] = []
         self._max_waiting_requests, self._max_waiting_tokens = max_waiting_requests, max_waiting_tokens
         self._group_wait_s = group_wait_s
         self._deliver = deliver
+        self._metrics = metrics
         self._requests: dict[Key, Request] = {}  # that have not ended
         self._group_of: dict[Request, Group] = {}
         self._held = WaitingQueue()  # until a group is ready
@@ -61,6 +73,12 @@ class Scheduler:
 
     def submit(self, submit: Submit, session: int, now: float) -> Rejected | None:
         """Takes a request, or returns why not. A higher attempt retires a lower one."""
+        rejected = self._submit(submit, session, now)
+        if rejected is not None:
+            self._metrics.rejected(rejected.reason)
+        return rejected
+
+    def _submit(self, submit: Submit, session: int, now: float) -> Rejected | None:
         if self.model is None:
             return UNAVAILABLE
         older = self._requests.get(Key(session, submit.request))
@@ -79,6 +97,7 @@ class Scheduler:
         elif reason is not None:  # all had been delivered but its end
             request.end = Finished(reason)
         if request.end is not None:
+            self._log_end(request, None, now)
             self._deliver([request], now)
             return None
         rejected = (None if request.resumed_at else self._overload(request, now)) or self._place(request, now)
@@ -106,6 +125,7 @@ class Scheduler:
     def add_group(self, group: Group, now: float) -> None:
         """A group is ready."""
         self.groups.append(group)
+        group.metrics.watch(group.state)
         held = self._held.drain()
         self._held_until.clear()
         self._place_anew(held, now)
@@ -118,6 +138,7 @@ class Scheduler:
     def remove_group(self, group: Group, now: float) -> None:
         """A group is lost, and so are its requests."""
         self.groups.remove(group)
+        group.metrics.gone()
         requests = group.evacuate()
         for request in requests:  # to recover them: place each anew, with the output it has
             request.end = LOST
@@ -128,9 +149,34 @@ class Scheduler:
         for request in updated:
             if request.end is not None:
                 del self._requests[request.key]
-                self._group_of.pop(request, None)
+                self._log_end(request, self._group_of.pop(request, None), now)
                 self._ended.count(1, now)
         self._deliver(updated, now)
+
+    def _log_end(self, request: Request, group: Group | None, now: float) -> None:
+        """Counts it, too: once for each request, whatever the number of its attempts."""
+        end = request.end
+        times = RequestTimes(request.arrived_at, request.admitted_at, request.first_token_at, now)
+        if isinstance(end, Rejected):
+            self._metrics.rejected(end.reason)
+        elif end is not None and end is not SUPERSEDED:
+            engine = group.metrics if group is not None else self._metrics.no_engine
+            engine.ended(end.reason, len(request.prompt_ids), len(request.output), request.max_tokens, times)
+        logger.info(
+            "a request has ended",
+            extra={
+                "request_id": request.request_id,
+                "attempt": request.attempt,
+                "group": group.name if group is not None else None,
+                "end": end and (FinishReason.Name(end.reason) if isinstance(end, Finished) else RejectReason.Name(end.reason)),
+                "detail": end and end.detail,
+                "prompt_tokens": len(request.prompt_ids),
+                "completion_tokens": len(request.output),
+                "queue_s": round(times.queue_s, 4),
+                "ttft_s": None if times.ttft_s is None else round(times.ttft_s, 4),
+                "total_s": round(times.total_s, 4),
+            },
+        )
 
     # Time
 

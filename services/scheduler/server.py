@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from services.scheduler.leadership import Leadership
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.requests import Key, Request
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.session import GatewaySession
@@ -31,10 +32,10 @@ NOT_READY = "no worker group has been ready yet"
 class GenerationService(GenerationServicer):
     """Sessions in front of one `Scheduler`, which it makes."""
 
-    def __init__(self, settings: SchedulerSettings, leadership: Leadership) -> None:
+    def __init__(self, settings: SchedulerSettings, leadership: Leadership, metrics: SchedulerMetrics) -> None:
         self.leadership = leadership
         self.scheduler = Scheduler(
-            settings.max_waiting_requests, settings.max_waiting_tokens, settings.group_wait_s, self._deliver, time.monotonic()
+            settings.max_waiting_requests, settings.max_waiting_tokens, settings.group_wait_s, self._deliver, metrics, time.monotonic()
         )
         self._sessions: dict[int, GatewaySession] = {}
         self._numbers = count(1)

@@ -20,6 +20,8 @@ class SchedulerSettings(Settings):
     worker: Annotated[list[Address], NoDecode] = Field(
         min_length=1, description="Address host:port of a worker; repeatable, in the variable separated by commas."
     )
+    served_model_name: str = Field("default", min_length=1, max_length=256, description="Label model_name of the metrics.")
+    vllm_names: bool = Field(True, description="Export the engine's series under vLLM's names too.")
     max_step_tokens: int = Field(
         512, ge=1, le=32768, description="Most tokens of one step, decodes and prefill together; a group may allow less."
     )

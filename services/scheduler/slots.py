@@ -32,6 +32,7 @@ class Slots:
         self.planned = np.zeros(count, dtype=np.int32)  # tokens that it has at most once every plan sent has run
         self.max_length = np.zeros(count, dtype=np.int32)
         self.last_plan = np.full(count, -1, dtype=np.int64)  # id of the last plan that names the slot
+        self.last_token_at = np.full(count, np.nan)  # seconds; NaN before the first of this use of the slot
         self.page_table = np.zeros((count, limits.pages_per_slot), dtype=np.int32)
         self.num_pages = np.zeros(count, dtype=np.int32)  # granted
         self.requests: list[Request | None] = [None] * count
@@ -51,6 +52,7 @@ class Slots:
         self.target[slot] = self.confirmed[slot] = len(ids)
         self.planned[slot] = 0
         self.max_length[slot] = request.max_length
+        self.last_token_at[slot] = np.nan
         self.requests[slot] = request
         self.prefill_ids[slot] = ids
         return slot

@@ -61,6 +61,7 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
         priority=submit.priority,
         tenant=submit.tenant,
         deadline=now + submit.deadline_ms / 1e3 if submit.HasField("deadline_ms") else None,
+        arrived_at=now,
     )
 
 

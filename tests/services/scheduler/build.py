@@ -4,9 +4,13 @@ from array import array
 from typing import Any
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.requests import Key, Request, Sampling
 from tests.services.scheduler.device import EOS
+
+METRICS = SchedulerMetrics("test", vllm_names=False, registry=CollectorRegistry())
 
 
 def make_request(number: int, prompt: list[int], max_tokens: int, *, output: tuple[int, ...] = (), **fields: Any) -> Request:

@@ -12,7 +12,7 @@ from services.scheduler.requests import Finished, Request, Sampling
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH
 from shared.protocol.plan import FAILED_ROW, NO_STOP_ID, NO_TOKEN, Limits, Plan, SlotFlag
-from tests.services.scheduler.build import make_request
+from tests.services.scheduler.build import METRICS, make_request
 from tests.services.scheduler.device import Device
 
 LIMITS = Limits(slots=3, pages=41, page_size=4, max_length=64, max_step_tokens=16, vocab_size=50)
@@ -27,7 +27,7 @@ class Harness:
         self.results: deque[StepResult] = deque()
         self.ended: list[Request] = []
         self.device = Device(limits, model=lambda ids, vocab_size: 7)
-        self.group = Group("group", limits, 0, max_step_tokens, overlap, self.send, self.deliver)
+        self.group = Group("group", limits, 0, max_step_tokens, overlap, self.send, self.deliver, METRICS.engine("group"))
 
     def send(self, plan: Plan) -> None:
         self.plans.append(plan)

@@ -13,10 +13,11 @@ from services.scheduler.requests import Finished, Request
 from services.scheduler.slots import SlotState
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from shared.protocol.plan import Limits, Plan
-from tests.services.scheduler.build import make_request
+from tests.services.scheduler.build import METRICS, make_request
 from tests.services.scheduler.device import FAIL, Device, next_token
 
 LIMITS = Limits(slots=3, pages=11, page_size=2, max_length=14, max_step_tokens=6, vocab_size=9)
+ENGINE = METRICS.engine("group")
 CANCELLED = Finished(FINISH_REASON_CANCELLED)
 
 
@@ -43,7 +44,7 @@ class GroupMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.plans: deque[Plan] = deque()
         self.results: deque[StepResult] = deque()
-        self.group = Group("group", LIMITS, self.slot_epoch, self.max_step_tokens, self.overlap, self.plans.append, self.deliver)
+        self.group = Group("group", LIMITS, self.slot_epoch, self.max_step_tokens, self.overlap, self.plans.append, self.deliver, ENGINE)
         self.device = Device(LIMITS, owner_of=lambda page: int(self.group.pool.owner[page]), model=model)
         for slot in self.device.slots:
             slot.epoch = self.slot_epoch

@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.group import Group, StepResult
 from services.scheduler.lead import MAX_MARGIN_US, UNKNOWN_STEP_US, Lead, StepTimes
 from shared.protocol.plan import Limits, Plan
-from tests.services.scheduler.build import make_request
+from tests.services.scheduler.build import METRICS, make_request
 from tests.services.scheduler.device import Device
 
 LIMITS = Limits(slots=2, pages=2001, page_size=16, max_length=16_000, max_step_tokens=64, vocab_size=50)
@@ -37,7 +37,7 @@ def simulate(step_us: int, delay_us: int, overlap: bool, steps: int = 1_000) -> 
         free_at = start + step_us
         on_way.append((free_at + delay_us, result))
 
-    group = Group("group", LIMITS, 0, 64, overlap, send, lambda updated, at: None)
+    group = Group("group", LIMITS, 0, 64, overlap, send, lambda updated, at: None, METRICS.engine("group"))
     group.submit(make_request(1, [1, 2, 3], steps + 200, ignore_eos=True), 0.0)
     half_at, depth = 0.0, 0
     for step in range(steps):
@@ -90,7 +90,7 @@ def test_a_plan_is_late_only_when_the_device_waited_for_it() -> None:
 
 def test_idle_time_without_work_is_nobodys_fault() -> None:
     sent: list[Plan] = []
-    group = Group("group", LIMITS, 0, 64, True, sent.append, lambda updated, at: None)
+    group = Group("group", LIMITS, 0, 64, True, sent.append, lambda updated, at: None, METRICS.engine("group"))
     device = Device(LIMITS, model=lambda ids, vocab_size: 7)
     before = group.lead.margin_us
     for number in range(5):

@@ -22,6 +22,7 @@ from services.scheduler.scheduler import (
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.plan import Limits, Plan
 from tests.services.scheduler import session_client
+from tests.services.scheduler.build import METRICS
 from tests.services.scheduler.device import EOS, Device
 
 LIMITS = Limits(slots=1, pages=41, page_size=4, max_length=64, max_step_tokens=16, vocab_size=50)
@@ -34,14 +35,14 @@ class Harness:
         self.now = 0.0
         self.ends: dict[tuple[int, int], End] = {}  # by (request, attempt)
         limits = {"max_waiting_requests": 100, "max_waiting_tokens": 1_000, "group_wait_s": 10.0} | limits
-        self.scheduler = Scheduler(deliver=self.deliver, now=0.0, **limits)
+        self.scheduler = Scheduler(deliver=self.deliver, metrics=METRICS, now=0.0, **limits)
         self.scheduler.model = MODEL
         self.plans: dict[Group, list[Plan]] = {}
         self.groups = [self.add_group() for _ in range(groups)]
 
     def add_group(self, limits: Limits = LIMITS) -> Group:
         plans: list[Plan] = []
-        group = Group("group", limits, 0, 16, True, plans.append, self.scheduler.deliver)
+        group = Group("group", limits, 0, 16, True, plans.append, self.scheduler.deliver, METRICS.engine("group"))
         self.plans[group] = plans
         self.scheduler.add_group(group, self.now)
         return group
