@@ -2,11 +2,16 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticKnownError
 
 from shared.protocol.plan import MAX_STOP_IDS
 
 MAX_CHOICES = 128  # of one request: prompts times n
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
+MAX_METADATA = 16
+MAX_BIASES = 1024
 MAX_STOP_CHARACTERS = 1000
 INT32_MAX = 2**31 - 1
 
@@ -69,6 +74,17 @@ def _stop_kind(value: Any) -> str | None:
     return TEXT if isinstance(value, str) else TEXTS if isinstance(value, list) else None
 
 
+def _at_most(limit: int) -> BeforeValidator:
+    """Bounds an object before its values are looked at: each wrong one would cost an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticKnownError("too_long", {"field_type": "Dictionary", "max_length": limit, "actual_length": len(value)})
+        return value
+
+    return BeforeValidator(check)
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -98,13 +114,13 @@ class GenerationRequest(Body):
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field([], max_length=MAX_STOP_IDS)
     # Taken without effect
     user: str | None = None
-    metadata: dict[MetadataKey, MetadataValue] = Field({}, max_length=16)
+    metadata: Annotated[dict[MetadataKey, MetadataValue], _at_most(MAX_METADATA)] = {}
     # Refused unless neutral: see NEUTRAL in validation.py
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=2)
-    logit_bias: dict[str, float] = {}
+    logit_bias: Annotated[dict[str, float], _at_most(MAX_BIASES)] = {}
 
     @property
     def stops(self) -> list[str]:
@@ -118,14 +134,14 @@ class GenerationRequest(Body):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(None, min_length=1)
     tool_choice: str | dict[str, Any] | None = None
-    functions: list[dict[str, Any]] = []
+    functions: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
     function_call: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     continue_final_message: bool = False

@@ -145,7 +145,7 @@ def _path(location: list[int | str]) -> str:
 
 def _quoted(value: object) -> str:
     """A short form of what the client sent: of lists and objects only their kind."""
-    if isinstance(value, (list, dict)):
-        return f"a {'list' if isinstance(value, list) else 'n object'} of {len(value)}".replace("a n", "an")
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     text = repr(value[: MAX_QUOTED + 1] if isinstance(value, str) else value)
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
