@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,7 @@ from shared.errors import LockstepError
 from shared.process import write_ports
 
 BACKLOG = 2048
+LAST_WORDS_S = 5  # for the errors of answers that were not done in time
 KEEP_ALIVE_S = 75  # of an idle connection: longer than load balancers and clients keep one, so that they close first
 
 
@@ -29,33 +31,21 @@ class Server(uvicorn.Server):
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set and running answers have ended, or `drain_s` has passed."""
+    """Serves until `stop` is set and running answers have ended; those that take longer than `drain_s` end with an error."""
     listener = _listen(settings.host, settings.port)
     if settings.ports_file is not None:
         write_ports(settings.ports_file, {"http": listener.getsockname()[1]})
     scheduler = SchedulerClient(settings.scheduler, settings.max_unread_tokens)
     with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
-        server = Server(
-            uvicorn.Config(
-                create_app(Gateway(settings, scheduler, threads)),
-                loop="none",  # shared.service has started uvloop
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                log_level="warning",
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(settings.drain_s),
-            )
-        )
+        server = _server(settings, Gateway(settings, scheduler, threads, created=int(time.time())))
         session = asyncio.create_task(scheduler.run())
         http = asyncio.create_task(server.serve(sockets=[listener]))
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait((session, http, stopping), return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
+            await asyncio.wait((http,), timeout=settings.drain_s)
+            session.cancel()  # which ends what still runs
             await http
         finally:
             for task in (session, http, stopping):
@@ -64,6 +54,24 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         for result in results:
             if isinstance(result, Exception):  # not a cancellation: what ended us
                 raise result
+
+
+def _server(settings: GatewaySettings, gateway: Gateway) -> Server:
+    return Server(
+        uvicorn.Config(
+            create_app(gateway),
+            loop="none",  # shared.service has started uvloop
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(settings.drain_s) + LAST_WORDS_S,
+        )
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

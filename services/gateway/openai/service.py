@@ -33,6 +33,7 @@ class Gateway:
     settings: GatewaySettings
     scheduler: SchedulerClient
     threads: Executor  # for templates and tokenisers
+    created: int  # Unix time, told of every model
 
     @classmethod
     def of(cls, request: Request) -> "Gateway":
@@ -130,11 +131,10 @@ async def respond(request: Request, body: GenerationRequest, model: Model, messa
             request.state.usage = answer.usage
             return JSONResponse(form.body(answer, texts))
         first = await unless_client_leaves(request.receive, anext(deltas))
-    except InvalidRequest as error:  # the scheduler's refusals concern the prompt
-        error.param = error.param or form.prompt_field
-        raise
-    except BaseException:
+    except BaseException as error:
         answer.close()
+        if isinstance(error, InvalidRequest):  # the scheduler's refusals concern the prompt
+            error.param = error.param or form.prompt_field
         raise
     return EventStream(form.chunks(_chained(first, deltas), answer), answer, request)
 

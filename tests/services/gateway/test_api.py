@@ -247,3 +247,15 @@ async def test_the_official_client(stack: Stack) -> None:
         legacy = await client.completions.create(model="tiny", prompt="hi", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in legacy]) == "hello, world"
         assert [model.id async for model in client.models.list()] == ["tiny", "org/tiny"]
+
+
+async def test_sec_08_logs_hold_no_text(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    stack.says("hello, world")
+    forged = "tiny\n2030-01-01 forged"
+    with caplog.at_level("DEBUG", "services.gateway"):
+        response = await stack.chat(messages=[{"role": "user", "content": "what is the capital"}], user=forged)
+        await stack.chat(model=forged)
+        await stack.http.post("/v1/nope%0Aforged")
+    lines = [record.getMessage() for record in caplog.records]
+    assert not any("\n" in line or "capital" in line or "hello" in line for line in lines)
+    assert any(response.headers["x-request-id"] in line and "tokens of tiny" in line for line in lines)

@@ -12,10 +12,10 @@ import pytest
 from services.gateway.errors import GenerationFailed
 from services.gateway.generation import Generation
 from services.gateway.model import cache_folder
-from shared.protocol.generation_pb2 import Finished, FinishReason, Submit, Tokens
+from shared.protocol.generation_pb2 import Finished, FinishReason, RejectReason, Submit, Tokens
 from shared.protocol.plan import ids_to_bytes
 from tests.services.gateway.conftest import EOS, Stack, assert_error, eventually
-from tests.services.gateway.scripted_scheduler import LENGTH
+from tests.services.gateway.scripted_scheduler import LENGTH, Script
 from tests.tiny import tiny_tokenizer
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -238,6 +238,14 @@ async def test_a_client_that_does_not_read_loses_its_request_alone(start: Any) -
         assert await stack.content() == "hello"
 
 
+async def test_all_other_prompts_are_cancelled_when_one_is_rejected(stack: Stack) -> None:
+    stack.scheduler.script = lambda submit: Script(
+        [asyncio.Event()], rejected=RejectReason.REJECT_REASON_OVERLOADED if submit.request == 2 else None
+    )
+    assert_error(await stack.complete(prompt=["a", "b", "c"]), 429, None)
+    await eventually(lambda: {cancel.request for cancel in stack.scheduler.cancels} == {1, 3})
+
+
 async def test_answers_end_before_the_gateway_does(start: Any) -> None:
     stack = await start(drain_s=10)
     release = asyncio.Event()
@@ -251,3 +259,24 @@ async def test_answers_end_before_the_gateway_does(start: Any) -> None:
     assert rest[-1] == "data: [DONE]"
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", stack.http.base_url.port)
+
+
+async def test_answers_that_take_too_long_to_end_get_an_error(start: Any) -> None:
+    stack = await start(drain_s=0.2)
+    stack.plays(stack.encode("hello"), asyncio.Event())
+    async with stack.http.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        stack.stop.set()
+        rest = [line async for line in lines if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+
+
+async def test_a_long_prompt_does_not_hold_up_others(start: Any) -> None:
+    stack = await start(scheduler={"max_length": 1 << 20})
+    stack.says("x")
+    long = asyncio.create_task(stack.chat(messages=[{"role": "user", "content": "once upon a time " * 60_000}]))
+    for _ in range(3):
+        assert (await stack.http.get("/health")).status_code == 200
+    assert not long.done()
+    assert (await long).json()["usage"]["prompt_tokens"] > 60_000
