@@ -5,10 +5,11 @@ Names are `lockstep_` and the unit; labels are bounded: what a client sends is n
 
 import importlib.metadata
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable_created_metrics
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -51,7 +52,7 @@ class BatchHistogram(Collector):
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name, self._documentation, self._labels = name, documentation, labels
-        self._bounds = np.array(buckets)
+        self._bounds = tuple(buckets)
         self._les = [floatToGoString(bound) for bound in (*buckets, float("inf"))]
         self._of: dict[tuple[str, ...], BatchHistogram.Child] = {}
         registry.register(self)
@@ -68,19 +69,26 @@ class BatchHistogram(Collector):
         return [family]
 
     class Child:
-        def __init__(self, bounds: np.typing.NDArray[np.float64]) -> None:
-            self._bounds = bounds
+        def __init__(self, bounds: tuple[float, ...]) -> None:
+            self._bounds, self._bounds_array = bounds, np.array(bounds)
             self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
             self._sum = 0.0
             self._lock = threading.Lock()
 
-        def observe(self, values: ArrayLike, times: int = 1) -> None:
-            """values: one or `[N]`, each counted so many times."""
-            array = np.atleast_1d(np.asarray(values, dtype=np.float64))
-            counts = np.bincount(np.searchsorted(self._bounds, array), minlength=len(self._counts))
+        def observe(self, value: float, times: int = 1) -> None:
+            """One value, counted so many times."""
+            bucket = bisect_left(self._bounds, value)
             with self._lock:
-                self._counts += times * counts
-                self._sum += times * float(array.sum())
+                self._counts[bucket] += times
+                self._sum += times * value
+
+        def observe_all(self, values: NDArray[np.float64]) -> None:
+            """values: `[N]`, N may be 0."""
+            counts = np.bincount(np.searchsorted(self._bounds_array, values), minlength=len(self._counts))
+            total = float(values.sum())
+            with self._lock:
+                self._counts += counts
+                self._sum += total
 
         def snapshot(self) -> tuple[list[float], float]:
             """Counts as the exposition wants them, cumulative, and the sum."""

@@ -94,6 +94,7 @@ class RequestMetrics:
         self.begun_at = time.monotonic()
         self._metrics, self._endpoint = metrics, endpoint
         self._model_name, self._stream = UNKNOWN_MODEL, False
+        self._itl: BatchHistogram.Child | None = None  # once it has tokens
         self._last_token_at: dict[int, float] = {}  # by choice
         self._inflight = metrics._inflight.labels(endpoint)
         self._inflight.inc()
@@ -105,11 +106,11 @@ class RequestMetrics:
     def tokens(self, choice: int, count: int) -> None:
         """So many tokens have come for a choice, together."""
         now = time.monotonic()
-        if choice in self._last_token_at:
-            gap_s = now - self._last_token_at[choice]
-            self._metrics._itl.labels(self._model_name, self._endpoint).observe(gap_s / count, times=count)
-        elif not self._last_token_at:
+        if self._itl is None:
+            self._itl = self._metrics._itl.labels(self._model_name, self._endpoint)
             self._metrics._ttft.labels(self._model_name, self._endpoint).observe(now - self.begun_at)
+        elif choice in self._last_token_at:
+            self._itl.observe((now - self._last_token_at[choice]) / count, times=count)
         self._last_token_at[choice] = now
 
     def used(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -138,7 +139,8 @@ def test_a_batch_histogram_counts_like_the_library_and_its_twin_is_the_same() ->
     histogram = BatchHistogram("lockstep_gap_seconds", "Gaps.", ["engine"], [0.1, 1.0], registry)
     Twins("lockstep_", "vllm:", [histogram], frozenset({"gap_seconds"}), registry)
     child = histogram.labels("g")
-    child.observe([0.05, 0.1, 0.5])
+    child.observe_all(np.array([0.05, 0.1, 0.5]))
+    child.observe_all(np.array([]))
     child.observe(4.0, times=2)
     for prefix in ("lockstep_", "vllm:"):
         buckets = [registry.get_sample_value(f"{prefix}gap_seconds_bucket", {"engine": "g", "le": le}) for le in ("0.1", "1.0", "+Inf")]
