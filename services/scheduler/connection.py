@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import grpc
 
-from services.scheduler.group import Group, StepResult, longest_request
+from services.scheduler.group import Group, longest_request
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.model import Model
 from services.scheduler.scheduler import Scheduler
+from services.scheduler.steps import StepResult
 from shared.errors import LockstepError, ProtocolError
 from shared.protocol import execution_pb2 as pb
 from shared.protocol import files

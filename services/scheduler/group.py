@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,49 +14,17 @@ from services.scheduler.metrics import EngineMetrics, EngineState
 from services.scheduler.pages import InvariantError, PagePool, PageState
 from services.scheduler.requests import End, Finished, Request
 from services.scheduler.slots import Slots, SlotState
+from services.scheduler.steps import Outstanding, StepResult, admission
 from services.scheduler.waiting import WaitingQueue
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import FINISH_REASON_ERROR
-from shared.protocol.plan import ADMISSION, FAILED_ROW, NO_STOP_ID, Int32s, Limits, Plan, RowFlag, SlotFlag
+from shared.protocol.plan import FAILED_ROW, Int32s, Limits, Plan, RowFlag
 
 MAX_ADMISSIONS = 256  # of one plan: 32 KB
 FAILED = Finished(FINISH_REASON_ERROR, "the model's output was not finite")
 STOPPED_EARLY = Finished(FINISH_REASON_ERROR, "the worker ended the request for a reason that the scheduler does not know")
 
 Deliver = Callable[[list[Request], float], None]  # requests that have new tokens or have ended, and the time
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What came back for a plan; times in microseconds of the worker's own clock."""
-
-    plan_id: int
-    ids: Int32s  # [iterations, rows]
-    slot_epochs: Int32s  # [rows]
-    hold_us: int  # result sent - plan received
-    start_us: int
-    end_us: int
-    idle_us: int  # before start_us
-
-    @property
-    def late_us(self) -> int:
-        """How long the device had nothing to do because this plan came late; the rest of its idle time is its own."""
-        received_after_end = self.end_us - self.start_us + self.idle_us - self.hold_us  # of the step before
-        return min(max(received_after_end, 0), self.idle_us)
-
-
-@dataclass(frozen=True, slots=True)
-class Outstanding:
-    """A plan whose result is not in."""
-
-    slots: Int32s  # [rows]
-    samples: NDArray[np.bool_]  # [rows] that yield a token
-    decode_rows: int
-    prefill_tokens: int
-    iterations: int
-    estimate_us: int
-    sent_at: float
-    followed: bool  # sent while another plan was outstanding
 
 
 def longest_request(limits: Limits) -> int:
@@ -156,7 +123,7 @@ class Group:
         plan = self._outstanding.get(result.plan_id)
         if plan is None:
             raise ProtocolError(f"a result for plan {result.plan_id}, which is not outstanding")
-        self._check(result, plan)
+        plan.check(result, self.limits.vocab_size)
         oldest = self.passed + 1 == result.plan_id
         del self._outstanding[result.plan_id]
         self._queued_us -= plan.estimate_us
@@ -236,15 +203,6 @@ class Group:
         self.lead_us = self._queued_us - oldest.estimate_us if oldest else 0
 
     # Results
-
-    def _check(self, result: StepResult, plan: Outstanding) -> None:
-        iterations, rows = result.ids.shape
-        if not 1 <= iterations <= plan.iterations or rows != len(plan.slots) or len(result.slot_epochs) != rows:
-            raise ProtocolError(
-                f"the result of plan {result.plan_id} has the shape {result.ids.shape} and {len(result.slot_epochs)} slot epochs"
-            )
-        if rows and not FAILED_ROW <= result.ids.min() <= result.ids.max() < self.limits.vocab_size:
-            raise ProtocolError(f"the result of plan {result.plan_id} has ids from {result.ids.min()} to {result.ids.max()}")
 
     def _take(self, ids: Int32s, plan: Outstanding, slot_epochs: Int32s, now: float) -> None:
         """One iteration. What a plan sent ahead brought for a slot that has been retired or used anew since is dropped."""
@@ -370,19 +328,4 @@ class Group:
     def _admission(self, slot: int) -> NDArray[np.void]:
         request = self.slots.requests[slot]
         assert request is not None  # it was admitted just now
-        sampling = request.sampling
-        record = np.zeros(1, dtype=ADMISSION)
-        record["slot"] = slot
-        record["epoch"] = self.slots.epoch[slot]
-        record["flags"] = SlotFlag.IGNORE_EOS if request.ignore_eos else 0
-        record["min_length"] = len(request.prompt_ids) + request.min_tokens
-        record["max_length"] = request.max_length
-        record["seed_low"] = sampling.seed & 0xFFFFFFFF
-        record["seed_high"] = sampling.seed >> 32 & 0xFFFFFFFF
-        record["temperature"] = sampling.temperature
-        record["top_k"] = sampling.top_k
-        record["top_p"] = sampling.top_p
-        record["min_p"] = sampling.min_p
-        record["stop_ids"] = NO_STOP_ID
-        record["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
-        return record
+        return admission(slot, int(self.slots.epoch[slot]), request)

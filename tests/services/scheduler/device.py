@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from services.scheduler.group import StepResult
+from services.scheduler.steps import StepResult
 from shared.protocol.plan import NO_TOKEN, SCRATCH_PAGE, Int32s, Limits, Plan, RowFlag, SlotFlag, check
 
 EOS = 0

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.scheduler.group import FAILED, STOPPED_EARLY, Group, StepResult
+from services.scheduler.group import FAILED, STOPPED_EARLY, Group
 from services.scheduler.pages import PageState
 from services.scheduler.requests import Finished, Request, Sampling
+from services.scheduler.steps import StepResult
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH
 from shared.protocol.plan import FAILED_ROW, NO_STOP_ID, NO_TOKEN, Limits, Plan, SlotFlag

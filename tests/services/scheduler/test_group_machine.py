@@ -7,10 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.group import FAILED, Group, StepResult
+from services.scheduler.group import FAILED, Group
 from services.scheduler.pages import PageState
 from services.scheduler.requests import Finished, Request
 from services.scheduler.slots import SlotState
+from services.scheduler.steps import StepResult
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from shared.protocol.plan import Limits, Plan
 from tests.services.scheduler.build import METRICS, make_request

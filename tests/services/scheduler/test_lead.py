@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.scheduler.group import Group, StepResult
+from services.scheduler.group import Group
 from services.scheduler.lead import MAX_MARGIN_US, UNKNOWN_STEP_US, Lead, StepTimes
+from services.scheduler.steps import StepResult
 from shared.protocol.plan import Limits, Plan
 from tests.services.scheduler.build import METRICS, make_request
 from tests.services.scheduler.device import Device

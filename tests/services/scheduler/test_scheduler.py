@@ -222,6 +222,7 @@ def test_deadlines() -> None:
     harness.submit(3, deadline_ms=3_000, delivered=(4,))
     harness.submit(4, deadline_ms=500)
     harness.cancel(4)
+    harness.submit(4, attempt=2)  # without a deadline
     harness.tick(0.9)
     assert set(harness.ends) == {(4, 1)}
     harness.tick(5.0)
