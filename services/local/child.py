@@ -14,7 +14,6 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 RECORD = re.compile(r"\S+ \[(?P<level>\w+) *\] (?P<text>.*?)(?: service=\S+)?")  # as shared/logging.py renders it
-QUIET_LEVELS = frozenset({"debug", "info"})
 MAX_LINE_BYTES = 1 << 20
 PORTS_EVERY_S = 0.02
 LAST_OUTPUT_S = 1.0  # for what is left in the pipe of an ended child
@@ -26,12 +25,12 @@ class Child:
     The child asks the kernel for SIGTERM when this process dies (`--parent-pid`), and so must be started from the main thread.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], logs: Path, *, forward_all: bool) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], logs: Path, forward_from: int) -> None:
         self.name = name
+        self.forward_from = forward_from  # the level of logging from which its lines go to the terminal
         self._arguments = arguments
         self._log_path = logs / f"{name}.log"
         self._ports_path = logs / f"{name}-ports.json"
-        self._forward_all = forward_all
         self._last_line, self._last_line_was_shown = "", False
 
     async def start(self) -> None:
@@ -96,8 +95,8 @@ class Child:
 
     def _show(self, line: str) -> None:
         record = RECORD.fullmatch(line)
-        level, text = record.group("level", "text") if record else ("warning", line)  # not a record: something broke
-        self._last_line = text
-        self._last_line_was_shown = self._forward_all or level not in QUIET_LEVELS
+        level = logging.getLevelNamesMapping()[record["level"].upper()] if record else logging.WARNING
+        self._last_line = record["text"] if record else line
+        self._last_line_was_shown = record is None or level >= self.forward_from  # what is no record: something broke
         if self._last_line_was_shown:
-            logger.log(logging.getLevelNamesMapping()[level.upper()], "%s: %s", self.name, self._last_line)
+            logger.log(level, "%s: %s", self.name, self._last_line)

@@ -68,6 +68,7 @@ class Options:
 class Launcher:
     def __init__(self, options: Options, console: Console) -> None:
         self.options, self.console = options, console
+        self.forward_from = logging.DEBUG if options.log_level == "debug" else logging.WARNING
         self.admin_ports: dict[str, int] = {}
         self.children: list[Child] = []  # in the order of their start; stopped in the opposite one
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
@@ -98,6 +99,7 @@ class Launcher:
                 await self._unless_over(self._until_loaded(ports["worker"], progress))
                 progress.show("waiting for the gateway")
                 await self._unless_over(until_healthy(url))
+                self.children[-1].forward_from = self.forward_from
             self._tell(run_file, model, names, ports, url)
             await self._unless_over(asyncio.Event().wait())
         except Stopped:
@@ -120,8 +122,9 @@ class Launcher:
 
     async def _start_child(self, name: str, host: str, arguments: list[str], progress: StartupProgress) -> int:
         progress.show(f"starting the {name}")
-        level = self.options.log_level
-        child = Child(name, ["--host", host, "--log-level", level, *arguments], self.logs, forward_all=level == "debug")
+        child = Child(name, ["--host", host, "--log-level", self.options.log_level, *arguments], self.logs, self.forward_from)
+        if name == "gateway" and self.forward_from > logging.DEBUG:
+            child.forward_from = logging.ERROR  # until it is healthy: it warns that nobody is, and the progress tells that better
         await child.start()
         self.children.append(child)
         ports = await self._unless_over(child.ports())
