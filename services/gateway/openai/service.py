@@ -98,8 +98,8 @@ def submits(
     for prompt in prompts:
         _check_ids(param, prompt, model)
         room = model.max_length - len(prompt)
-        wanted = (room if max_tokens is None else max_tokens) or 0
-        if room < max(wanted, 1):
+        wanted = room if max_tokens is None else max_tokens
+        if room < (1 if max_tokens is None else max_tokens):
             asked = f"{len(prompt)} tokens of prompt" + (f" and {wanted} of completion" if max_tokens else "")
             message = f"this model's context has {model.max_length} tokens, you asked for {asked}"
             raise InvalidRequest(message, param, "context_length_exceeded")

@@ -76,7 +76,7 @@ class TextTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a plain prompt, with what the tokenizer adds at the ends (BOS, where it does), once. Raises InvalidRequest."""
         self.check_size(text, "prompt")
-        return self._tokenizer.encode(text, add_special_tokens=True).ids
+        return _ids(self._tokenizer, text, add_special_tokens=True)
 
     def encode_chat(self, rendered: str, marks: Marks) -> list[int]:
         """Ids of a rendered chat, whose template wrote all control tokens that are not between marks."""
@@ -140,13 +140,18 @@ def _encode_piece(tokenizer: Tokenizer, text: str, continues: bool) -> list[int]
     """Ids of a piece of a prompt. Where it continues others: encoded after a line break, so that SentencePiece adds no blank."""
     if not text:
         return []
-    ids = tokenizer.encode(f"\n{text}" if continues else text, add_special_tokens=False).ids
+    ids = _ids(tokenizer, f"\n{text}" if continues else text)
     if not continues:
         return ids
-    newline = tokenizer.encode("\n", add_special_tokens=False).ids
+    newline = _ids(tokenizer, "\n")
     if ids[: len(newline)] == newline:
         return ids[len(newline) :]
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    return _ids(tokenizer, text)
+
+
+def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Ids of a text. As a batch of one: `encode` would hold the interpreter's lock, and with it the event loop, all the while."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _without_added_tokens(tokenizer: Tokenizer, contents: dict[str, int]) -> Tokenizer:
