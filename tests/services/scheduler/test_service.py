@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -18,6 +19,7 @@ from shared.protocol import execution_pb2, files
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub
 from shared.rpc import PROTOCOL_VERSION, channel
+from tests.exposition import samples
 from tests.services.scheduler.device import EOS, next_token
 from tests.services.scheduler.scripted_worker import FILES, LIMITS, ScriptedWorker, serving
 from tests.services.scheduler.session_client import Answer, session, submit
@@ -338,6 +340,42 @@ async def test_another_model_is_refused(tmp_path: Path) -> None:
                 await client.ended(number)
             await eventually(lambda: other.described_ready > 1)
             assert not other.hellos
+
+
+async def test_the_admin_port_tells_readiness_and_what_requests_went_through(tmp_path: Path) -> None:
+    worker = ScriptedWorker(step_s=0.005)
+    async with contextlib.AsyncExitStack() as stack:
+        workers = await stack.enter_async_context(contextlib.AsyncExitStack())
+        await workers.enter_async_context(serving(worker))
+        target = await stack.enter_async_context(scheduling(tmp_path, worker, served_model_name="tiny"))
+        port = json.loads((tmp_path / "ports.json").read_text())["admin"]
+        admin = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False))
+        client = await stack.enter_async_context(session(target))
+        client.submit(submit(1, [1, 2, 3], 4, ignore_eos=True))
+        client.submit(submit(2, [1], 0))
+        client.submit(submit(3, [1], 60, ignore_eos=True))
+        await client.ended(1)
+        await client.ended(2)
+        await client.until(3, lambda answer: len(answer.ids) >= 2)
+
+        async def metric(name: str, *labels: str) -> float:
+            return samples(await admin.get("/metrics"))[f"{name}{{{','.join(sorted((*labels, 'model_name=tiny')))}}}"]
+
+        group = "engine=group-0"
+        assert (await admin.get("/readyz")).status_code == 200
+        assert await metric("lockstep_num_requests_running", group) == 1
+        assert await metric("vllm:kv_cache_usage_perc", group) == pytest.approx(1 / 32, abs=3 / 32)
+        assert await metric("lockstep_request_success_total", "finished_reason=length", group) == 1
+        assert await metric("lockstep_prompt_tokens_total", group) == 4
+        assert await metric("lockstep_request_generation_tokens_sum", group) == 4
+        assert await metric("lockstep_inter_token_latency_seconds_count", group) >= 4
+        assert await metric("lockstep_scheduler_requests_rejected_total", "reason=invalid") == 1
+        await workers.aclose()
+        await client.ended(3)
+        assert await metric("lockstep_num_requests_running", group) == 0
+        assert await metric("lockstep_request_success_total", "finished_reason=error", group) == 1
+        answer = await admin.get("/readyz")
+        assert (answer.status_code, answer.text) == (503, "no worker group is ready\n")
 
 
 async def test_epochs_rise_above_what_others_have_seen(tmp_path: Path) -> None:
