@@ -32,6 +32,7 @@ class Child:
         self._log_path = logs / f"{name}.log"
         self._ports_path = logs / f"{name}-ports.json"
         self._last_line, self._last_line_was_shown = "", False
+        self._level = logging.WARNING  # of the record that the lines after it belong to
 
     async def start(self) -> None:
         self._ports_path.unlink(missing_ok=True)  # of the run before
@@ -94,9 +95,11 @@ class Child:
                 self._show(line.decode(errors="replace").rstrip())
 
     def _show(self, line: str) -> None:
+        """A record as its level wants; a traceback, indented, like the record that it follows; anything else means that something broke."""
         record = RECORD.fullmatch(line)
-        level = logging.getLevelNamesMapping()[record["level"].upper()] if record else logging.WARNING
-        self._last_line = record["text"] if record else line
-        self._last_line_was_shown = record is None or level >= self.forward_from  # what is no record: something broke
+        if record or not line.startswith(" "):
+            self._level = logging.getLevelNamesMapping()[record["level"].upper()] if record else logging.WARNING
+            self._last_line = record["text"] if record else line
+            self._last_line_was_shown = record is None or self._level >= self.forward_from
         if self._last_line_was_shown:
-            logger.log(level, "%s: %s", self.name, self._last_line)
+            logger.log(self._level, "%s: %s", self.name, line if record is None else self._last_line)

@@ -106,6 +106,7 @@ class Launcher:
             logger.info("stopping")
         finally:
             for child in reversed(self.children):
+                self._hush(child)
                 await child.stop(STOP_S, self.hurry)
             run_file.unlink(missing_ok=True)
 
@@ -114,6 +115,7 @@ class Launcher:
         worker = ["--port", "0", "--model", str(model), *self.options.worker]
         ports = {"worker": await self._start_child("worker", LOOPBACK, worker, progress)}
         scheduler = ["--port", "0", "--worker", at(LOOPBACK, ports["worker"]), "--group-wait-s", f"{GROUP_WAIT_S:g}"]
+        scheduler += [f"--served-model-name={names[0]}"]
         ports["scheduler"] = await self._start_child("scheduler", LOOPBACK, scheduler, progress)
         gateway = ["--port", str(port), "--scheduler", at(LOOPBACK, ports["scheduler"]), "--drain-s", f"{DRAIN_S:g}"]
         gateway += [f"--served-model-name={name}" for name in names]
@@ -123,14 +125,19 @@ class Launcher:
     async def _start_child(self, name: str, host: str, arguments: list[str], progress: StartupProgress) -> int:
         progress.show(f"starting the {name}")
         child = Child(name, ["--host", host, "--log-level", self.options.log_level, *arguments], self.logs, self.forward_from)
-        if name == "gateway" and self.forward_from > logging.DEBUG:
-            child.forward_from = logging.ERROR  # until it is healthy: it warns that nobody is, and the progress tells that better
+        if name == "gateway":
+            self._hush(child)  # until it is healthy
         await child.start()
         self.children.append(child)
         ports = await self._unless_over(child.ports())
         if "admin" in ports:
             self.admin_ports[name] = ports["admin"]
         return ports["http" if name == "gateway" else "grpc"]
+
+    def _hush(self, child: Child) -> None:
+        """That another service is not there is no news while we start or stop them: such warnings go to its log alone."""
+        if self.forward_from > logging.DEBUG:
+            child.forward_from = logging.ERROR
 
     async def _until_loaded(self, port: int, progress: StartupProgress) -> None:
         """Shows what the worker is doing until it is ready."""
@@ -197,7 +204,8 @@ class Launcher:
         temporary = run_file.with_suffix(".new")
         temporary.write_text(json.dumps(content, indent=2) + "\n")
         temporary.replace(run_file)  # in one step: a reader sees the whole file or none
-        body = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        question = {"role": "user", "content": "What is the capital of France?"}
+        body = json.dumps({"model": names[0], "temperature": 0, "messages": [question]})
         self.console.print(
             f"Lockstep is ready: {names[0]} at {url}/v1, logs in {self.logs}. Ctrl-C stops it. Try\n\n"
             f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
