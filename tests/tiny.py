@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +19,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": VOCAB_SIZE,
@@ -55,7 +56,7 @@ def tiny_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> P
     return fast
 
 
-def tiny_model(folder: Path, seed: int = 0, **config: object) -> Path:
+def tiny_model(folder: Path, seed: int = 0, **config: Any) -> Path:
     """A whole model folder. Imports torch; keyword arguments change CONFIG."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,7 +69,7 @@ def tiny_model(folder: Path, seed: int = 0, **config: object) -> Path:
     return folder
 
 
-def weightless_model(folder: Path, **config: object) -> Path:
+def weightless_model(folder: Path, **config: Any) -> Path:
     """A model folder for engines that compute nothing: no torch, and weights that name no tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))

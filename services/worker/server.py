@@ -102,6 +102,7 @@ class ExecutionService(ExecutionServicer):
             reader = asyncio.create_task(self._read(incoming, stream))
             async for message in stream.outbox:
                 yield message
+            logger.warning("stream %d.%d: the scheduler has gone", stream.epoch, stream.number)
         except PlanError as error:
             self.supervisor.metrics.plan_refused()
             logger.error("stream %d.%d: plan refused: %s", stream.epoch, stream.number, error)

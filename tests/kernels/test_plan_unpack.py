@@ -41,11 +41,10 @@ def test_matches_a_loop_over_rows(decode_slots: list[int], chunks: list[tuple[in
         expected[3].append(start + size)
         query_starts.append(at)
 
-    columns = torch.tensor(chunks, dtype=torch.int32).view(-1, 3).unbind(1)
+    slots, starts, sizes = torch.tensor(chunks, dtype=torch.int32).view(-1, 3).unbind(1)
     decode = torch.tensor(decode_slots, dtype=torch.int32)
-    got = plan_unpack_torch(page_table, length, last_token, done, decode, *columns, ids, PAGE)
-    for values, wanted in zip(got, (*expected, query_starts), strict=True):
-        assert values.tolist() == wanted
+    got = plan_unpack_torch(page_table, length, last_token, done, decode, slots, starts, sizes, ids, PAGE)
+    assert [each.tolist() for each in got] == [*expected, query_starts]
     assert [each.dtype for each in got] == [torch.int32, torch.int32, torch.int64, torch.int32, torch.int32]
 
 

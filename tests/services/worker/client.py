@@ -119,7 +119,7 @@ async def execution(port: int, epoch: int = 1, stream: int = 1, group: str = "gr
         outbox: Outbox[pb.ExecutionExecuteRequest] = Outbox(lambda: pb.ExecutionExecuteRequest(heartbeat=pb.ExecuteHeartbeat()))
         hello = pb.ExecuteHello(protocol_version=PROTOCOL_VERSION, group=group, epoch=epoch, stream=stream)
         outbox.put(pb.ExecutionExecuteRequest(hello=hello))
-        opened_stream = Execution(outbox, received(ExecutionStub(opened).Execute(aiter(outbox)), "the worker"))
+        opened_stream = Execution(outbox, received(aiter(ExecutionStub(opened).Execute(aiter(outbox))), "the worker"))
         async for message in opened_stream.incoming:
             if message.WhichOneof("message") == "welcome":
                 opened_stream.welcome = message.welcome

@@ -1,5 +1,7 @@
 """The plan codec: what goes in comes out, and nothing damaged or out of range gets through."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,7 +50,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-def admission(**values: object) -> np.ndarray:
+def admission(**values: Any) -> np.ndarray:
     record = np.zeros(1, dtype=ADMISSION)
     record["max_length"], record["top_p"], record["stop_ids"] = 8, 1.0, -1
     for name, value in values.items():
@@ -85,7 +87,12 @@ def test_round_trip(plan: Plan) -> None:
     assert encode(again) == data
     for name, _ in SECTIONS:
         np.testing.assert_array_equal(getattr(again, name), getattr(plan, name))
-    assert (again.plan_id, again.iterations, again.estimate_us, again.flags) == (plan.plan_id, plan.iterations, plan.estimate_us, plan.flags)
+    assert (again.plan_id, again.iterations, again.estimate_us, again.flags) == (
+        plan.plan_id,
+        plan.iterations,
+        plan.estimate_us,
+        plan.flags,
+    )
     assert again.admissions.tobytes() == plan.admissions.tobytes()
 
 
@@ -188,13 +195,13 @@ def test_out_of_range_is_refused_and_named(message: str) -> None:
         {"min_p": -0.1},
     ],
 )
-def test_admissions_out_of_range_are_refused(values: dict[str, object]) -> None:
+def test_admissions_out_of_range_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(PlanError):
         check(Plan(1, admissions=admission(**values)), LIMITS)
 
 
 def test_bursts_are_bounded_and_have_no_prefill() -> None:
-    decode_only = {"decode_slots": int32s([1]), "decode_flags": int32s([1])}
+    decode_only: dict[str, Any] = {"decode_slots": int32s([1]), "decode_flags": int32s([1])}
     for iterations in (0, 9):
         with pytest.raises(PlanError, match="iterations must be from 1 to 8"):
             check(Plan(1, iterations=iterations, **decode_only), LIMITS)
@@ -213,7 +220,7 @@ def test_only_prefill_jumps() -> None:
 
 def test_a_step_has_a_token_budget() -> None:
     ids = int32s([1] * 32)
-    rows = {"prefill_starts": int32s([0, 0, 0]), "prefill_lengths": int32s([32, 32, 1]), "prefill_flags": int32s([1, 1, 1])}
+    rows: dict[str, Any] = {"prefill_starts": int32s([0, 0, 0]), "prefill_lengths": int32s([32, 32, 1]), "prefill_flags": int32s([1, 1, 1])}
     plan = Plan(1, prefill_slots=int32s([0, 1, 2]), prefill_ids=np.concatenate((ids, ids, ids[:1])), **rows)
     with pytest.raises(PlanError, match="at most 64 tokens, got 65"):
         check(plan, LIMITS)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def spec(model: Path, **changes: object) -> RankSpec:
     return RankSpec(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def admission(slot: int, max_length: int, **values: object) -> np.ndarray:
+def admission(slot: int, max_length: int, **values: Any) -> np.ndarray:
     record = np.zeros(1, dtype=ADMISSION)
     record["slot"], record["max_length"], record["top_p"], record["stop_ids"] = slot, max_length, 1.0, NO_STOP_ID
     for name, value in values.items():

@@ -1,6 +1,7 @@
 """The engine against transformers, and what a slot must and must not do."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,15 +35,16 @@ def driver(engine: TorchEngine) -> Driver:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> torch.nn.Module:
+def reference(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([length, seed]).integers(3, 300, length).tolist()
+    ids: list[int] = np.random.default_rng([length, seed]).integers(3, 300, length).tolist()
+    return ids
 
 
-def greedy_reference(reference: torch.nn.Module, ids: list[int], count: int) -> list[int]:
+def greedy_reference(reference: Any, ids: list[int], count: int) -> list[int]:
     ids = list(ids)
     for _ in range(count):
         ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -50,7 +52,7 @@ def greedy_reference(reference: torch.nn.Module, ids: list[int], count: int) -> 
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 17, 64, 200])
-def test_greedy_tokens_equal_transformers(driver: Driver, reference: torch.nn.Module, length: int) -> None:
+def test_greedy_tokens_equal_transformers(driver: Driver, reference: Any, length: int) -> None:
     ids = prompt(length)
     tokens = [driver.prefill(0, ids, flags=1), *(token for (token,) in driver.decode(0, iterations=11))]
     assert tokens == greedy_reference(reference, ids, 12)
