@@ -1,8 +1,8 @@
 """The next token of every row. B rows, V columns of logits: the vocabulary ids from `first` on.
 
 On a GPU no row is sorted. The noise makes sampling an argmax, so one pass over the logits serves greedy and unfiltered rows.
-Filtered rows first get a bound below which nothing can be kept (the k-th largest tile maximum, a top-p tail that all of V
-cannot fill, min-p itself); the few ids above it are gathered, and the exact cut is found among them by bisection of the
+Filtered rows first get a bound below which nothing can be kept (the k-th largest of the maxima of short runs, a top-p tail that
+all of V cannot fill, min-p itself); the ids above it are gathered, and the exact cut is found among them by bisection of the
 logit's bits. Rows with too many of them bisect over all logits: slower, with the same result.
 """
 
@@ -17,7 +17,8 @@ from kernels.noise import gumbel, gumbel_block
 GREEDY_BELOW = tl.constexpr(1e-5)  # temperature under which a row is greedy: dividing by less overflows float32
 FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN
 TILE = 1024  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
-CANDIDATES = 2048  # gathered ids of a filtered row, held in registers
+RUN = 128  # columns of which the first pass keeps a maximum
+CANDIDATES = 8192  # room for the gathered ids of a filtered row
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -119,27 +120,30 @@ def _launch(
     ids = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return ids
-    tiles = triton.cdiv(columns, TILE)
+    tiles, random = triton.cdiv(columns, TILE), temperature is not None
     scores, masses = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
     winners = torch.empty(rows, tiles, dtype=torch.int32, device=device)
-    candidates = torch.empty(rows, CANDIDATES if temperature is not None else 0, dtype=torch.int32, device=device)
+    maxima = torch.empty(rows, tiles * (TILE // RUN) if random else 0, dtype=torch.float32, device=device)
+    candidates = torch.empty(rows, CANDIDATES if random else 0, dtype=torch.int32, device=device)
+    candidate_logits = torch.empty_like(candidates, dtype=torch.float32)
     parameters = (temperature, top_k, top_p, min_p, seeds, positions)
-    random = temperature is not None
     _scan_kernel[(tiles, rows)](
-        logits, scores, masses, winners, *parameters, first, columns, logits.stride(0), tiles, random, TILE,
+        logits, scores, masses, winners, maxima, *parameters, first, columns, logits.stride(0), tiles, random, TILE, RUN,
         num_warps=4, **pdl_options(device),
     )  # fmt: skip
     _choose_kernel[(rows,)](
-        logits, scores, masses, winners, candidates, ids, *parameters, first, columns, logits.stride(0), tiles, random,
-        triton.next_power_of_2(tiles), TILE, CANDIDATES, num_warps=8, **pdl_options(device),
+        logits, scores, masses, winners, maxima, candidates, candidate_logits, ids, *parameters,
+        first, columns, logits.stride(0), tiles, random, triton.next_power_of_2(tiles), TILE, RUN, CANDIDATES,
+        num_warps=8, **pdl_options(device),
     )  # fmt: skip
     return ids
 
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr, scores_ptr, masses_ptr, winners_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
-    first, columns, row_stride, tiles, RANDOM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, scores_ptr, masses_ptr, winners_ptr, maxima_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
+    first, columns, row_stride, tiles, RANDOM: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a tile, for filtered rows: its largest logit and its softmax denominator; for others: its best score and where."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -159,6 +163,9 @@ def _scan_kernel(
                 largest = tl.max(logits, axis=0)
                 exponent = tl.where(logits > float("-inf"), (logits - largest) / temperature, float("-inf"))
                 tl.store(masses_ptr + place, tl.sum(tl.exp(exponent), axis=0))
+                RUNS: tl.constexpr = TILE // RUN
+                maxima = tl.max(tl.reshape(logits, [RUNS, RUN]), axis=1)
+                tl.store(maxima_ptr + place * RUNS + tl.arange(0, RUNS), maxima)
             else:
                 scores = logits / temperature + gumbel_block(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), first + column)
     best, winner = tl.max(scores, axis=0, return_indices=True)
@@ -168,9 +175,9 @@ def _scan_kernel(
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, scores_ptr, masses_ptr, winners_ptr, candidates_ptr, ids_ptr,
+    logits_ptr, scores_ptr, masses_ptr, winners_ptr, maxima_ptr, candidates_ptr, candidate_logits_ptr, ids_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
-    first, columns, row_stride, tiles, RANDOM: tl.constexpr, TILES_BLOCK: tl.constexpr, TILE: tl.constexpr,
+    first, columns, row_stride, tiles, RANDOM: tl.constexpr, TILES_BLOCK: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
     CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's tiles; for filtered rows, the cut and the best score of what it keeps."""
@@ -193,39 +200,34 @@ def _choose_kernel(
             & (largest > float("-inf"))
             & (largest < float("inf"))
         ):
-            row_ptr = logits_ptr + row * row_stride
-            row_candidates_ptr = candidates_ptr + row * CANDIDATES
             masses = tl.load(masses_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
             mass = tl.sum(masses * tl.exp((scores - largest) / temperature), axis=0)
             top_k = tl.where(top_k > 0, tl.minimum(top_k, columns), columns)
 
             low = tl.full([], float("-inf"), tl.float32)
-            if top_k <= tiles:  # as many tiles, so as many logits, reach the k-th largest of the tiles' maxima
-                ordered = tl.sort(scores, descending=True)
-                low = tl.sum(tl.where(tile == top_k - 1, ordered, 0.0), axis=0)
+            RUNS: tl.constexpr = TILE // RUN
+            if top_k <= tiles * RUNS:  # as many runs, so as many logits, reach the k-th largest of their maxima
+                low = _kth_largest(maxima_ptr + row * tiles * RUNS, tiles * RUNS, top_k, TILES_BLOCK * RUNS)
             elif (top_k == columns) & (top_p < 1):  # all ids below this share of 1 - top_p together cannot reach 1 - top_p
                 low = largest + temperature * tl.log((1 - top_p) * mass / columns * 0.5)
             if (min_p > 0) & (top_p >= 1):  # with top_p, what min_p drops still counts in the mass
                 low = tl.maximum(low, largest + temperature * (tl.log(min_p) - 1e-3))
-            found = _gather(row_ptr, row_candidates_ptr, scores_ptr + row * tiles, low, columns, tiles, TILE, CANDIDATES)
-            tl.debug_barrier()  # the candidates were stored by other threads
-            gathered = found <= CANDIDATES
-            count = tl.where(gathered, found, columns)
-
-            limit = tl.full([], float("inf"), tl.float32)
-            cut = _find_cut(row_ptr, row_candidates_ptr, gathered, count, low, largest, temperature, top_k, limit, CANDIDATES)
-            if top_p < 1:
-                above, mass_above, equal, value = _around(
-                    row_ptr, row_candidates_ptr, gathered, count, cut, largest, temperature, CANDIDATES
-                )
-                if top_k < columns:
-                    mass = mass_above + tl.minimum(top_k - above, equal) * tl.exp((value - largest) / temperature)
-                limit = top_p * mass
-                cut = _find_cut(row_ptr, row_candidates_ptr, gathered, count, low, largest, temperature, top_k, limit, CANDIDATES)
-            winner = _best_kept(
-                row_ptr, row_candidates_ptr, gathered, count, cut, largest, temperature, top_k, limit, min_p,
-                tl.load(seeds_ptr + row), tl.load(positions_ptr + row), first, CANDIDATES,
-            )  # fmt: skip
+            row_ptr = logits_ptr + row * row_stride
+            ids_gathered_ptr, gathered_ptr = candidates_ptr + row * CANDIDATES, candidate_logits_ptr + row * CANDIDATES
+            hit = (scores >= low) & (tile < tiles)
+            hits_ptr = winners_ptr + row * tiles  # read above, free now
+            found = _gather(row_ptr, hits_ptr, ids_gathered_ptr, gathered_ptr, tile, hit, low, columns, TILE, 4 * TILE, CANDIDATES)
+            seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+            if found <= CANDIDATES:
+                winner = _choose_filtered(
+                    gathered_ptr, ids_gathered_ptr, found, columns, low, largest, mass, temperature, top_k, top_p, min_p, seed, position,
+                    first, True, 1024,
+                )  # fmt: skip
+            else:
+                winner = _choose_filtered(
+                    row_ptr, ids_gathered_ptr, columns, columns, low, largest, mass, temperature, top_k, top_p, min_p, seed, position,
+                    first, False, 4096,
+                )  # fmt: skip
     tl.store(ids_ptr + row, tl.where(failed, FAILED, first + winner))
 
 
@@ -242,42 +244,98 @@ def _order_key(logits):
 
 
 @triton.jit
-def _gather(row_ptr, candidates_ptr, maxima_ptr, low, columns, tiles, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Writes the columns whose logits are finite and at least `low`, ascending; returns their count, which may exceed the room."""
+def _kth_largest(values_ptr, count, k, BLOCK: tl.constexpr):
+    """The largest float32 that at least k of the values reach; k is at most count."""
+    index = tl.arange(0, BLOCK)
+    keys = _order_key(tl.load(values_ptr + index, mask=index < count, other=float("-inf")))
+    low = tl.min(keys, axis=0).to(tl.int64)
+    high = tl.max(keys, axis=0).to(tl.int64)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if tl.sum((keys >= middle).to(tl.int32), axis=0) >= k:
+            low = middle
+        else:
+            high = middle - 1
+    bits = low.to(tl.int32)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _gather(
+    row_ptr, hits_ptr, ids_ptr, gathered_ptr, tile, hit, low, columns, TILE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr
+):  # fmt: skip
+    """Writes columns and logits of those that are finite and at least `low`, ascending; returns their count, also past the room.
+
+    Looks only into the tiles that hit says; hits_ptr is room for their numbers.
+    """
+    hits = hit.to(tl.int32)
+    tl.store(hits_ptr + tl.cumsum(hits, axis=0) - 1, tile, mask=hit)
+    tl.debug_barrier()  # other threads read what was stored
     found = tl.full([], 0, tl.int32)
-    for tile in range(tiles):
-        if tl.load(maxima_ptr + tile) >= low:
-            column = tile * TILE + tl.arange(0, TILE)
-            logits = tl.load(row_ptr + column, mask=column < columns, other=float("-inf"))
-            wanted = ((logits >= low) & (logits > float("-inf"))).to(tl.int32)
-            place = found + tl.cumsum(wanted, axis=0) - wanted
-            tl.store(candidates_ptr + place, column, mask=(wanted > 0) & (place < CANDIDATES))
-            found += tl.sum(wanted, axis=0)
+    for start in tl.range(0, tl.sum(hits, axis=0) * TILE, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        column = tl.load(hits_ptr + index // TILE, mask=index // TILE < tl.sum(hits, axis=0), other=2**20) * TILE + index % TILE
+        logits = tl.load(row_ptr + column, mask=column < columns, other=float("-inf"))
+        wanted = ((logits >= low) & (logits > float("-inf"))).to(tl.int32)
+        place = found + tl.cumsum(wanted, axis=0) - wanted
+        fits = (wanted > 0) & (place < CANDIDATES)
+        tl.store(ids_ptr + place, column, mask=fits)
+        tl.store(gathered_ptr + place, logits, mask=fits)
+        found += tl.sum(wanted, axis=0)
+    tl.debug_barrier()
     return found
 
 
 @triton.jit
-def _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK: tl.constexpr):
-    """Columns and logits of a block of the row's candidates or, where they did not fit, of the whole row."""
-    index = start + tl.arange(0, BLOCK)
-    column = tl.where(gathered, tl.load(candidates_ptr + index, mask=gathered & (index < count), other=0), index)
-    return column, tl.load(row_ptr + column, mask=index < count, other=float("-inf"))
+def _choose_filtered(
+    logits_ptr, ids_ptr, count, columns, low, largest, mass, temperature, top_k, top_p, min_p, seed, position, first,
+    GATHERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The column of the best score among what the filters keep of `count` logits: the gathered ones or all of the row."""
+    limit = tl.full([], float("inf"), tl.float32)
+    cut = _order_key(low).to(tl.int64)
+    if top_k < columns:
+        cut = _find_cut(logits_ptr, count, low, largest, temperature, top_k, limit, BLOCK)
+    if top_p < 1:
+        if top_k < columns:
+            above, mass_above, equal, value = _around(logits_ptr, count, cut, largest, temperature, BLOCK)
+            mass = mass_above + tl.minimum(top_k - above, equal) * tl.exp((value - largest) / temperature)
+        limit = top_p * mass
+        cut = _find_cut(logits_ptr, count, low, largest, temperature, top_k, limit, BLOCK)
+
+    above, mass_above, _, value = _around(logits_ptr, count, cut, largest, temperature, BLOCK)
+    cut_key = _order_key(value)
+    equal_mass = tl.exp((value - largest) / temperature)
+    best = tl.full([], float("-inf"), tl.float32)
+    winner = tl.full([], 0, tl.int32)
+    equal_before = tl.full([], 0, tl.int32)
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + index, mask=index < count, other=float("-inf"))
+        column = tl.load(ids_ptr + index, mask=index < count, other=0) if GATHERED else index
+        keys = _order_key(logits)
+        is_equal = (keys == cut_key).to(tl.int32)
+        rank = above + equal_before + tl.cumsum(is_equal, axis=0) - is_equal
+        rank_mass = mass_above + (rank - above) * equal_mass
+        kept = (keys > cut_key) | ((is_equal > 0) & (rank < top_k) & ((rank_mass < limit) | (rank == 0)))
+        kept &= tl.exp((logits - largest) / temperature) >= tl.minimum(min_p, 1.0)
+        score = tl.where(kept, logits / temperature + gumbel_block(seed, position, first + column), float("-inf"))
+        block_best, place = tl.max(score, axis=0, return_indices=True)
+        if block_best > best:
+            best = block_best
+            winner = tl.sum(tl.where(index == start + place, column, 0), axis=0)
+        equal_before += tl.sum(is_equal, axis=0)
+    return winner
 
 
 @triton.jit
-def _find_cut(row_ptr, candidates_ptr, gathered, count, low, largest, temperature, top_k, limit, BLOCK: tl.constexpr):
+def _find_cut(logits_ptr, count, low, largest, temperature, top_k, limit, BLOCK: tl.constexpr):
     """The smallest key with fewer than `top_k` ids, and less mass than `limit`, strictly above it."""
     fails = _order_key(low).to(tl.int64) - 1
     holds = _order_key(largest).to(tl.int64)
     while holds - fails > 1:
         middle = (holds + fails) >> 1
-        above = tl.full([], 0, tl.int32)
-        mass_above = tl.full([], 0.0, tl.float32)
-        for start in range(0, count, BLOCK):
-            _, logits = _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK)
-            is_above = _order_key(logits) > middle
-            above += tl.sum(is_above.to(tl.int32), axis=0)
-            mass_above += tl.sum(tl.where(is_above, tl.exp((logits - largest) / temperature), 0.0), axis=0)
+        above, mass_above = _above(logits_ptr, count, middle, largest, temperature, BLOCK)
         if (above < top_k) & (mass_above < limit):
             holds = middle
         else:
@@ -286,48 +344,29 @@ def _find_cut(row_ptr, candidates_ptr, gathered, count, low, largest, temperatur
 
 
 @triton.jit
-def _around(row_ptr, candidates_ptr, gathered, count, cut, largest, temperature, BLOCK: tl.constexpr):
-    """The smallest logit at or above the cut: ids and mass above it, ids equal to it, its value."""
-    value = tl.full([], float("inf"), tl.float32)
-    for start in range(0, count, BLOCK):
-        _, logits = _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK)
-        value = tl.minimum(value, tl.min(tl.where(_order_key(logits) >= cut, logits, float("inf")), axis=0))
-    key = _order_key(value)
-    above = tl.full([], 0, tl.int32)
-    equal = tl.full([], 0, tl.int32)
-    mass_above = tl.full([], 0.0, tl.float32)
-    for start in range(0, count, BLOCK):
-        _, logits = _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK)
+def _above(logits_ptr, count, key, largest, temperature, BLOCK: tl.constexpr):
+    """How many logits have a greater key, and their mass relative to the largest."""
+    above = tl.zeros([BLOCK], tl.int32)
+    mass_above = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, count, BLOCK, num_stages=3):
+        index = start + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + index, mask=index < count, other=float("-inf"))
         is_above = _order_key(logits) > key
-        above += tl.sum(is_above.to(tl.int32), axis=0)
-        equal += tl.sum((_order_key(logits) == key).to(tl.int32), axis=0)
-        mass_above += tl.sum(tl.where(is_above, tl.exp((logits - largest) / temperature), 0.0), axis=0)
-    return above, mass_above, equal, value
+        above += is_above.to(tl.int32)
+        mass_above += tl.where(is_above, tl.exp((logits - largest) / temperature), 0.0)
+    return tl.sum(above, axis=0), tl.sum(mass_above, axis=0)
 
 
 @triton.jit
-def _best_kept(
-    row_ptr, candidates_ptr, gathered, count, cut, largest, temperature, top_k, limit, min_p, seed, position, first,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The column of the best score among the ids above the cut and as many of those at it as top_k and limit allow."""
-    above, mass_above, _, value = _around(row_ptr, candidates_ptr, gathered, count, cut, largest, temperature, BLOCK)
-    key = _order_key(value)
-    equal_mass = tl.exp((value - largest) / temperature)
-    best = tl.full([], float("-inf"), tl.float32)
-    winner = tl.full([], 0, tl.int32)
-    equal_before = tl.full([], 0, tl.int32)
-    for start in range(0, count, BLOCK):
-        column, logits = _load_block(row_ptr, candidates_ptr, gathered, count, start, BLOCK)
-        is_equal = (_order_key(logits) == key).to(tl.int32)
-        rank = equal_before + tl.cumsum(is_equal, axis=0) - is_equal
-        allowed = (above + rank < top_k) & ((mass_above + rank * equal_mass < limit) | (above + rank == 0))
-        kept = (_order_key(logits) > key) | ((is_equal > 0) & allowed)
-        kept &= tl.exp((logits - largest) / temperature) >= tl.minimum(min_p, 1.0)
-        score = tl.where(kept, logits / temperature + gumbel_block(seed, position, first + column), float("-inf"))
-        block_best, index = tl.max(score, axis=0, return_indices=True)
-        if block_best > best:
-            best = block_best
-            winner = tl.sum(tl.where(tl.arange(0, BLOCK) == index, column, 0), axis=0)
-        equal_before += tl.sum(is_equal, axis=0)
-    return winner
+def _around(logits_ptr, count, cut, largest, temperature, BLOCK: tl.constexpr):
+    """The smallest logit at or above the cut: ids and mass above it, ids equal to it, its value."""
+    smallest = tl.full([BLOCK], float("inf"), tl.float32)
+    for start in tl.range(0, count, BLOCK, num_stages=3):
+        index = start + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + index, mask=index < count, other=float("-inf"))
+        smallest = tl.minimum(smallest, tl.where(_order_key(logits) >= cut, logits, float("inf")))
+    value = tl.min(smallest, axis=0)
+    key = _order_key(value).to(tl.int64)
+    above, mass_above = _above(logits_ptr, count, key, largest, temperature, BLOCK)
+    at_or_above, _ = _above(logits_ptr, count, key - 1, largest, temperature, BLOCK)
+    return above, mass_above, at_or_above - above, value
