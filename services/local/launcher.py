@@ -105,8 +105,9 @@ class Launcher:
         except Stopped:
             logger.info("stopping")
         finally:
-            for child in reversed(self.children):
+            for child in self.children:
                 self._hush(child)
+            for child in reversed(self.children):
                 await child.stop(STOP_S, self.hurry)
             run_file.unlink(missing_ok=True)
 
