@@ -1,6 +1,6 @@
 """Logs of every process: standard `logging` calls, rendered by structlog as console lines or JSON. No prompt and no key belongs in one.
 
-What belongs to one request carries `extra={"request_id": ...}`, the same in every service.
+What belongs to one request carries the field `request_id`, the same in every service: by `extra=`, or bound for a whole task.
 """
 
 import logging
@@ -15,6 +15,11 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} |
 _ESCAPES_BUT_NEWLINE = {code: escape for code, escape in _ESCAPES.items() if code != ord("\n")}
 
 
+def bind(**fields: str) -> None:
+    """Adds fields to every record of the current task, and of those that it starts."""
+    structlog.contextvars.bind_contextvars(**fields)
+
+
 def configure(service: str, level: str, form: Literal["console", "json"]) -> None:
     """Sends all log records of this process to stderr, one line each, with time, level and service."""
 
@@ -24,6 +29,7 @@ def configure(service: str, level: str, form: Literal["console", "json"]) -> Non
 
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
+        structlog.contextvars.merge_contextvars,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         name_service,

@@ -176,14 +176,16 @@ class Submit(_message.Message):
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., delivered_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("request", "attempt", "accepted_tokens")
+    __slots__ = ("request", "attempt", "accepted_tokens", "reason")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     request: int
     attempt: int
     accepted_tokens: int
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    reason: FinishReason
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("tokens", "finished", "rejected")
