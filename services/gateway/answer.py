@@ -1,7 +1,7 @@
 """The answer to one HTTP request: the text of its generations, as it comes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,12 +81,20 @@ class Choice:
 class Answer:
     """The choices of one HTTP request, in the order in which their text arrives."""
 
-    def __init__(self, choices: Sequence[Choice], wake: asyncio.Event, keep_alive_s: float, timeout_s: float) -> None:
-        """`wake` is set by each generation that has news."""
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        wake: asyncio.Event,
+        keep_alive_s: float,
+        timeout_s: float,
+        on_tokens: Callable[[int, int], None],
+    ) -> None:
+        """`wake` is set by each generation that has news; `on_tokens` is told of every choice that got tokens, and how many."""
         self.choices = choices
         self.deadline = asyncio.get_running_loop().time() + timeout_s
         self._wake = wake
         self._keep_alive_s = keep_alive_s
+        self._on_tokens = on_tokens
 
     @property
     def usage(self) -> Usage:
@@ -115,7 +123,11 @@ class Answer:
                 continue
             self._wake.clear()
             for choice in self.choices:
-                if delta := choice.advance():
+                before = choice.completion_tokens
+                delta = choice.advance()
+                if choice.completion_tokens > before:
+                    self._on_tokens(choice.index, choice.completion_tokens - before)
+                if delta:
                     yield delta
 
     def close(self) -> None:

@@ -15,14 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.errors import ClientGone, InvalidRequest, MethodNotAllowed, NotFound, Overloaded, RequestError
 from services.gateway.generation import RETRY_AFTER_S
+from services.gateway.metrics import CLIENT_CLOSED_REQUEST, GatewayMetrics
 from services.gateway.openai import chat, completions, models
 from services.gateway.openai.errors import error_response, status_of
 from services.gateway.openai.service import Gateway
+from shared import logging as logs
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[0-9A-Za-z._:/+=-]{1,128}")  # others are replaced: they end in headers and logs
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log: nobody gets it
 
 
 def create_app(gateway: Gateway) -> "Edge":
@@ -35,7 +36,7 @@ def create_app(gateway: Gateway) -> "Edge":
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(HTTPException, routing_error)
-    return Edge(app, gateway.settings.max_requests)
+    return Edge(app, gateway.settings.max_requests, gateway.metrics)
 
 
 async def health(request: Request) -> dict[str, str]:
@@ -66,10 +67,11 @@ async def routing_error(request: Request, error: Exception) -> Response:
 
 
 class Edge:
-    """The outermost layer: gives each request its id, bounds their number, logs each in one line, answers what nobody else caught."""
+    """The outermost layer: gives each request its id, bounds their number, counts and logs each, answers what nobody else caught."""
 
-    def __init__(self, app: ASGIApp, max_requests: int) -> None:
+    def __init__(self, app: ASGIApp, max_requests: int, metrics: GatewayMetrics) -> None:
         self._app = app
+        self._metrics = metrics
         self._max_requests = max_requests
         self._running = 0  # POST requests
 
@@ -81,7 +83,9 @@ class Edge:
         request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        begun, status = time.monotonic(), 0
+        logs.bind(request_id=request_id)
+        state["metrics"] = metrics = self._metrics.request(scope["path"])
+        status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -96,6 +100,8 @@ class Edge:
             if work and self._running > self._max_requests:
                 raise Overloaded("too many requests: try again later", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
             await self._app(scope, receive, send_with_id)
+            if gone := state.get("client_gone"):
+                raise gone
         except Overloaded as error:
             await error_response(error)(scope, receive, send_with_id)
         except ClientGone as error:
@@ -107,7 +113,10 @@ class Edge:
                 await error_response(error)(scope, receive, send_with_id)
         finally:
             self._running -= work
-            _log(scope, status, time.monotonic() - begun)
+            if usage := state.get("usage"):
+                metrics.used(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            metrics.ended(status)
+            _log(scope, status, time.monotonic() - metrics.begun_at)
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
@@ -116,4 +125,4 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     tokens = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens of {model}" if usage else ""
     path = scope["path"][:200].encode("unicode_escape").decode()
     level = logging.INFO if scope["method"] == "POST" else logging.DEBUG  # probes come every few seconds
-    logger.log(level, "%s %s -> %d in %.3f s%s, request %s", scope["method"], path, status, seconds, tokens, scope["state"]["request_id"])
+    logger.log(level, "%s %s -> %d in %.3f s%s", scope["method"], path, status, seconds, tokens)

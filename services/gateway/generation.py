@@ -29,7 +29,7 @@ class Generation:
     `wake` is set whenever there is something to take. Ids that nobody takes are merged; beyond `max_unread` the request is given up.
     """
 
-    def __init__(self, submit: Submit, wake: asyncio.Event, max_unread: int, on_close: Callable[["Generation", int], None]) -> None:
+    def __init__(self, submit: Submit, wake: asyncio.Event, max_unread: int, on_close: Callable[["Generation", int, bool], None]) -> None:
         self.submit = submit
         self.ids: list[int] = []  # all that were accepted
         self.ending: Ending | None = None
@@ -37,7 +37,7 @@ class Generation:
         self._wake = wake
         self._taken = 0
         self._max_unread = max_unread
-        self._on_close = on_close  # tells the session, once, with the number of ids that count
+        self._on_close = on_close  # tells the session, once, with the number of ids that count, and whether they are the whole answer
         self._closed = False
 
     @property
@@ -58,10 +58,14 @@ class Generation:
         return ids
 
     def close(self, accepted_tokens: int | None = None) -> None:
-        """Nothing more is wanted: the scheduler is told to stop, unless it has finished. `accepted_tokens` of the ids count, or all."""
+        """Nothing more is wanted: the scheduler is told to stop, unless it has finished.
+
+        accepted_tokens: of the ids, that make up the whole answer; None when it is given up.
+        """
         if not self._closed:
             self._closed = True
-            self._on_close(self, len(self.ids) if accepted_tokens is None else accepted_tokens)
+            whole = accepted_tokens is not None
+            self._on_close(self, accepted_tokens if accepted_tokens is not None else len(self.ids), whole)
 
     def finish_at_once(self) -> None:
         """The end of a request for no tokens."""

@@ -18,6 +18,7 @@ from shared import rpc
 from shared.errors import LockstepError, ProtocolError
 from shared.protocol.generation_pb2 import (
     Cancel,
+    FinishReason,
     GenerationSessionRequest,
     GenerationSessionResponse,
     SessionHeartbeat,
@@ -53,9 +54,14 @@ class SchedulerClient:
         self._failures = 0  # in a row
 
     @property
+    def is_up(self) -> bool:
+        """Whether there is a session. Callable from any thread."""
+        return self.model is not None and self._outbox is not None
+
+    @property
     def ready_model(self) -> Model:
         """The model that is served now. Raises Unavailable while there is no session."""
-        if self.model is None or self._outbox is None:
+        if self.model is None or not self.is_up:
             raise Unavailable("the service is starting or has lost its backend: try again later", retry_after_s=RETRY_AFTER_S)
         return self.model
 
@@ -141,10 +147,12 @@ class SchedulerClient:
         if generation.over:
             self._generations.pop(generation.request, None)
 
-    def _on_close(self, generation: Generation, accepted_tokens: int) -> None:
+    def _on_close(self, generation: Generation, accepted_tokens: int, stopped: bool) -> None:
         """Cancels a request that the scheduler has not ended itself."""
         if self._generations.pop(generation.request, None) and self._outbox is not None:
             cancel = Cancel(request=generation.request, attempt=generation.submit.attempt, accepted_tokens=accepted_tokens)
+            if stopped:
+                cancel.reason = FinishReason.FINISH_REASON_STOP
             self._outbox.put(GenerationSessionRequest(cancel=cancel))
 
     def _lose_all(self) -> None:

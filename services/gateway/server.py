@@ -11,10 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 
 from services.gateway.app import create_app
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.service import Gateway
 from services.gateway.scheduler_client import SchedulerClient
 from services.gateway.settings import GatewaySettings
+from shared.admin import admin
 from shared.errors import LockstepError
+from shared.metrics import new_registry
 from shared.process import write_ports
 
 BACKLOG = 2048
@@ -33,27 +36,42 @@ class Server(uvicorn.Server):
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set and running answers have ended; those that take longer than `drain_s` end with an error."""
     listener = _listen(settings.host, settings.port)
-    if settings.ports_file is not None:
-        write_ports(settings.ports_file, {"http": listener.getsockname()[1]})
     scheduler = SchedulerClient(settings.scheduler, settings.max_unread_tokens)
-    with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
-        server = _server(settings, Gateway(settings, scheduler, threads, created=int(time.time())))
-        session = asyncio.create_task(scheduler.run())
-        http = asyncio.create_task(server.serve(sockets=[listener]))
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait((session, http, stopping), return_when=asyncio.FIRST_COMPLETED)
-            server.should_exit = True
-            await asyncio.wait((http,), timeout=settings.drain_s)
-            session.cancel()  # which ends what still runs
-            await http
-        finally:
-            for task in (session, http, stopping):
-                task.cancel()
-            results = await asyncio.gather(session, http, stopping, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):  # not a cancellation: what ended us
-                raise result
+    registry = new_registry("gateway")
+    metrics = GatewayMetrics(settings.served_model_name[0], settings.scheduler, registry)
+    metrics.watch(lambda: scheduler.is_up)
+
+    def readiness() -> str | None:
+        if stop.is_set():
+            return "stopping"
+        return None if scheduler.is_up else f"no session with the scheduler at {settings.scheduler}"
+
+    async with admin(settings, registry, readiness) as admin_port:
+        if settings.ports_file is not None:
+            write_ports(settings.ports_file, {"http": listener.getsockname()[1], "admin": admin_port})
+        with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
+            gateway = Gateway(settings, scheduler, threads, created=int(time.time()), metrics=metrics)
+            await _serve_http(settings, stop, listener, gateway)
+
+
+async def _serve_http(settings: GatewaySettings, stop: asyncio.Event, listener: socket.socket, gateway: Gateway) -> None:
+    server = _server(settings, gateway)
+    session = asyncio.create_task(gateway.scheduler.run())
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((session, http, stopping), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await asyncio.wait((http,), timeout=settings.drain_s)
+        session.cancel()  # which ends what still runs
+        await http
+    finally:
+        for task in (session, http, stopping):
+            task.cancel()
+        results = await asyncio.gather(session, http, stopping, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):  # not a cancellation: what ended us
+            raise result
 
 
 def _server(settings: GatewaySettings, gateway: Gateway) -> Server:

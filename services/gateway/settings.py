@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import Settings
+from shared.settings import AdminPort, Settings
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]  # printable ASCII, no blanks
 
@@ -16,6 +16,7 @@ class GatewaySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_GATEWAY_")
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 lets the kernel pick.")
+    admin_port: AdminPort = 9100
     scheduler: str = Field("127.0.0.1:7100", min_length=1, description="The scheduler's host:port.")
     served_model_name: list[Name] = Field(
         min_length=1, max_length=32, description="A name that clients may ask for; repeat it for aliases. The first is the default."

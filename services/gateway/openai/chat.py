@@ -24,7 +24,7 @@ async def create_chat_completion(request: Request) -> Response:
     gateway = Gateway.of(request)
     body = parse(ChatRequest, await service.read_body(request, gateway.settings.max_body_bytes))
     check_chat(body)
-    gateway.check_name(body.model)
+    gateway.accept(body, request)
     model = gateway.scheduler.ready_model
     ids = await gateway.in_thread(encode_chat, model.tokenizer, [template_message(message) for message in body.messages])
     max_tokens = body.max_completion_tokens or body.max_tokens

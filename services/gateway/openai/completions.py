@@ -24,7 +24,7 @@ async def create_completion(request: Request) -> Response:
     gateway = Gateway.of(request)
     body = parse(CompletionRequest, await service.read_body(request, gateway.settings.max_body_bytes))
     check_completion(body)
-    gateway.check_name(body.model)
+    gateway.accept(body, request)
     model = gateway.scheduler.ready_model
     prompts = await gateway.in_thread(_encode, model.tokenizer, body.prompts)
     messages = service.submits(body, model, prompts, body.max_tokens, "prompt", request)

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from services.gateway.answer import Answer, Choice, Delta
 from services.gateway.errors import BodyTooLarge, ClientGone, InvalidRequest, ModelNotFound
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
 from services.gateway.openai.sse import EventStream, unless_client_leaves
@@ -34,6 +35,7 @@ class Gateway:
     scheduler: SchedulerClient
     threads: Executor  # for templates and tokenisers
     created: int  # Unix time, told of every model
+    metrics: GatewayMetrics
 
     @classmethod
     def of(cls, request: Request) -> "Gateway":
@@ -46,6 +48,12 @@ class Gateway:
         """Raises ModelNotFound unless a model is served under this name."""
         if name not in self.settings.served_model_name:
             raise ModelNotFound(f"the model '{name[:100]}' does not exist", code="model_not_found")
+
+    def accept(self, body: GenerationRequest, request: Request) -> None:
+        """The request is for a model of ours. Raises ModelNotFound otherwise."""
+        self.check_name(body.model)
+        request.state.model = body.model
+        request.state.metrics.accepted(body.stream)
 
     async def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         """Runs what takes long enough to hold up other requests."""
@@ -122,8 +130,7 @@ def submits(
 
 async def respond(request: Request, body: GenerationRequest, model: Model, messages: Sequence[Submit], form: Format) -> Response:
     """Submits, and answers when it is clear that there is an answer: what goes wrong before that is an HTTP error."""
-    request.state.model = body.model
-    answer = _submit(Gateway.of(request), body, model, messages)
+    answer = _submit(Gateway.of(request), body, model, messages, request.state.metrics.tokens)
     try:
         deltas = answer.deltas()
         if not body.stream:
@@ -139,7 +146,9 @@ async def respond(request: Request, body: GenerationRequest, model: Model, messa
     return EventStream(form.chunks(_chained(first, deltas), answer), answer, request)
 
 
-def _submit(gateway: Gateway, body: GenerationRequest, model: Model, messages: Sequence[Submit]) -> Answer:
+def _submit(
+    gateway: Gateway, body: GenerationRequest, model: Model, messages: Sequence[Submit], on_tokens: Callable[[int, int], None]
+) -> Answer:
     terminal_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
     wake = asyncio.Event()
     choices: list[Choice] = []
@@ -151,7 +160,7 @@ def _submit(gateway: Gateway, body: GenerationRequest, model: Model, messages: S
         for choice in choices:
             choice.generation.close()
         raise
-    return Answer(choices, wake, gateway.settings.keep_alive_s, gateway.settings.timeout_s)
+    return Answer(choices, wake, gateway.settings.keep_alive_s, gateway.settings.timeout_s, on_tokens)
 
 
 async def _texts(deltas: AsyncIterator[Delta | None], choices: int) -> list[str]:

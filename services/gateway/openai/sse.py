@@ -67,8 +67,10 @@ class EventStream(Response):
         try:
             async with asyncio.timeout_at(self._answer.deadline + UNREAD_S):
                 await unless_client_leaves(receive, self._send(send))
-        except TimeoutError as error:
-            raise ClientGone("the client did not read to the end in time") from error
+        except ClientGone as error:
+            self._request.state.client_gone = error  # not raised: the answer has begun, and no handler could give another
+        except TimeoutError:
+            self._request.state.client_gone = ClientGone("the client did not read to the end in time")
         finally:
             self._request.state.usage = self._answer.usage
             self._answer.close()

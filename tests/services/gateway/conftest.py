@@ -119,7 +119,7 @@ async def start(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
         scripted = ScriptedScheduler(**{"folder": tokenizer_folder, **(scheduler or {})})
         await scripted.start()
         ports = tmp_path / f"ports-{len(running)}"
-        given = {"port": 0, "served_model_name": ["tiny", "org/tiny"], "drain_s": 0, **settings}
+        given = {"port": 0, "admin_port": 0, "served_model_name": ["tiny", "org/tiny"], "drain_s": 0, **settings}
         service = serve(GatewaySettings(scheduler=f"127.0.0.1:{scripted.port}", ports_file=ports, **given), stop)
         running.append(asyncio.create_task(service))
         await eventually(ports.exists)

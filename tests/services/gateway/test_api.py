@@ -258,4 +258,5 @@ async def test_sec_08_logs_hold_no_text(stack: Stack, caplog: pytest.LogCaptureF
         await stack.http.post("/v1/nope%0Aforged")
     lines = [record.getMessage() for record in caplog.records]
     assert not any("\n" in line or "capital" in line or "hello" in line for line in lines)
-    assert any(response.headers["x-request-id"] in line and "tokens of tiny" in line for line in lines)
+    assert response.headers["x-request-id"]  # which every line has as a field: tests/e2e
+    assert any("tokens of tiny" in line for line in lines)

@@ -25,7 +25,7 @@ def generation(max_unread: int = 100) -> tuple[Generation, list[int]]:
     """One that was submitted as attempt 2, and the counts with which it was closed."""
     closed: list[int] = []
     submit = Submit(request=1, attempt=2, prompt_ids=ids_to_bytes([5]))
-    return Generation(submit, asyncio.Event(), max_unread, lambda _, accepted: closed.append(accepted)), closed
+    return Generation(submit, asyncio.Event(), max_unread, lambda _, accepted, whole: closed.append(accepted)), closed
 
 
 def tokens(first_index: int, ids: list[int], attempt: int = 2) -> Tokens:
