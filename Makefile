@@ -53,7 +53,7 @@ model: .venv/stamp ## Convert the demo model once; prints the path of its folder
 	@$(BIN)/python -m services.worker.weights.demo
 
 run: .venv/stamp ## Serve on this machine (MODEL=folder TP=1 PORT=8000; without MODEL the demo model)
-	@$(BIN)/lockstep serve $(MODEL) --tensor-parallel-size $(TP) --port $(PORT)
+	@$(BIN)/lockstep serve $(if $(MODEL),'$(MODEL)') --tensor-parallel-size $(TP) --port $(PORT)
 
 test: .venv/stamp ## Run every test that needs nothing but Python packages
 	@$(BIN)/python -m pytest tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster

@@ -19,6 +19,11 @@ PORTS_EVERY_S = 0.02
 LAST_OUTPUT_S = 1.0  # for what is left in the pipe of an ended child
 
 
+def environment() -> dict[str, str]:
+    """Of a child. A folder `services` where the user happens to be is not ours: `python -m` must not look there."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
 class Child:
     """`python -m services.NAME`, in a session of its own: Ctrl-C on the terminal reaches the launcher alone.
 
@@ -44,8 +49,7 @@ class Child:
             stderr=asyncio.subprocess.STDOUT,
             limit=MAX_LINE_BYTES,
             start_new_session=True,
-            # A folder `services` where the user happens to be is not ours.
-            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+            env=environment(),
         )
         self.ended = asyncio.create_task(self.process.wait())
         self._follower = asyncio.create_task(self._follow())

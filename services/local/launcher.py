@@ -21,7 +21,7 @@ import grpc
 import httpx
 from rich.console import Console
 
-from services.local.child import Child
+from services.local.child import Child, environment
 from services.local.progress import StartupProgress
 from shared.errors import ConfigError, LockstepError
 from shared.protocol import execution_pb2 as pb
@@ -131,8 +131,7 @@ class Launcher:
         await child.start()
         self.children.append(child)
         ports = await self._unless_over(child.ports())
-        if "admin" in ports:
-            self.admin_ports[name] = ports["admin"]
+        self.admin_ports[name] = ports["admin"]
         return ports["http" if name == "gateway" else "grpc"]
 
     def _hush(self, child: Child) -> None:
@@ -180,7 +179,7 @@ class Launcher:
     async def _demo_model(self) -> Path:
         """The folder of the demo model, fetched by a process of its own, whose bars go to our terminal."""
         command = (sys.executable, "-m", "services.worker.weights.demo")
-        fetching = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+        fetching = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment(), start_new_session=True)
         try:
             output, _ = await self._unless_over(fetching.communicate())
         except Stopped:
