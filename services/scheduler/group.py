@@ -129,10 +129,10 @@ class Group:
         self._queued_us -= plan.estimate_us
         step_us = max((result.end_us - result.start_us) // len(result.ids), 1)
         self.step_times.observe(plan.decode_rows, plan.prefill_tokens, step_us)
-        self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
-        for ids in result.ids:
-            self._take(ids, plan, result.slot_epochs, now)
+        for later, ids in zip(range(len(result.ids) - 1, -1, -1), result.ids, strict=True):
+            self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
+            self._take(ids, plan, result.slot_epochs, now - later * step_us / 1e6)  # a burst's tokens came one after the other
         if oldest:
             self._finalise_passed()
         self._advance(now)
@@ -152,7 +152,9 @@ class Group:
         self._retired.append(slot)
         self.num_running -= 1
         request.slot = None
-        if end is not None:
+        if end is None:
+            self.metrics.preempted()
+        else:
             self._conclude(request, end)
         if self.slots.last_plan[slot] <= self.passed:
             self._finalise_passed()

@@ -76,7 +76,6 @@ GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_requests_running", "Requests that have a slot.", lambda state: state.running),
     ("num_requests_waiting", "Requests that wait for a slot.", lambda state: state.waiting),
     ("num_tokens_waiting", "Tokens that waiting requests have to prefill.", lambda state: state.waiting_tokens),
-    ("kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1.", lambda state: state.kv_usage),
     ("scheduler_group_ready", "1 while the group takes requests.", lambda state: state.ready),
     ("scheduler_outstanding_plans", "Plans whose results are not in.", lambda state: state.outstanding_plans),
     ("scheduler_lead_seconds", "Time of the work that is queued at the group behind the plan that runs.", lambda state: state.lead_s),
@@ -162,15 +161,15 @@ class EngineMetrics:
         self._success = {reason: series.success.labels(*labels, word) for reason, word in FINISHED_REASONS.items()}
         self._step_tokens = series.step_tokens.labels(*labels)
         self._step = series.step.labels(*labels)
-        gauges.read[name] = EngineState
+        gauges.read[name] = []
 
     def watch(self, read: ReadState) -> None:
         """The group is here. `read` is called by scrapes, in threads of theirs: it changes nothing and waits for nothing."""
-        self._gauges.read[self._name] = read
+        self._gauges.read[self._name].append(read)
 
-    def gone(self) -> None:
+    def unwatch(self, read: ReadState) -> None:
         """The group is lost: its gauges are at rest, its counters stay."""
-        self._gauges.read[self._name] = EngineState
+        self._gauges.read[self._name].remove(read)
 
     def step(self, tokens: int, seconds: float) -> None:
         """One iteration of decode rows and prefill tokens, timed by the worker."""
@@ -252,24 +251,27 @@ class _Gauges(Collector):
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
-        self.read: dict[str, ReadState] = {}  # by engine
+        self.read: dict[str, list[ReadState]] = {}  # by engine: none once it is lost, several where groups share a name
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
         labels = ["model_name", "engine"]
-        states = {name: read() for name, read in list(self.read.items())}
+        states = {(self._model_name, name): [read() for read in list(reads)] for name, reads in list(self.read.items())}
         for gauge, documentation, value in GAUGES:
             family = GaugeMetricFamily(f"lockstep_{gauge}", documentation, labels=labels)
-            for name, state in states.items():
-                family.add_metric([self._model_name, name], value(state))
+            for engine, groups in states.items():
+                family.add_metric(engine, sum(value(state) for state in groups))
             yield family
+        usage = GaugeMetricFamily("lockstep_kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1.", labels=labels)
         pages = GaugeMetricFamily("lockstep_scheduler_pages", "Pages of the KV cache, by state.", labels=[*labels, "state"])
         config = GaugeMetricFamily(
             "lockstep_cache_config_info", "1; the labels say how large the KV cache is.", labels=[*labels, "block_size", "num_gpu_blocks"]
         )
-        for name, state in states.items():
+        for engine, groups in states.items():
+            num_pages = sum(state.num_pages for state in groups)
+            usage.add_metric(engine, sum(state.kv_usage * state.num_pages for state in groups) / max(num_pages, 1))
             for word in PAGE_STATES:
-                pages.add_metric([self._model_name, name, word], state.pages.get(word, 0))
-            if state.num_pages:
-                config.add_metric([self._model_name, name, str(state.page_size), str(state.num_pages)], 1)
-        yield from (pages, config)
+                pages.add_metric([*engine, word], sum(state.pages.get(word, 0) for state in groups))
+            for page_size, number in sorted({(state.page_size, state.num_pages) for state in groups if state.num_pages}):
+                config.add_metric([*engine, str(page_size), str(number)], 1)
+        yield from (usage, pages, config)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from services.scheduler import routing
 from services.scheduler.group import Deliver, Group
 from services.scheduler.meter import Meter
-from services.scheduler.metrics import RequestTimes, SchedulerMetrics
+from services.scheduler.metrics import EngineState, RequestTimes, SchedulerMetrics
 from services.scheduler.model import Model
 from services.scheduler.requests import End, Finished, Key, Rejected, Request
 from services.scheduler.validation import Refused, to_request
@@ -15,6 +15,7 @@ from services.scheduler.waiting import WaitingQueue
 from shared.protocol.generation_pb2 import (
     FINISH_REASON_CANCELLED,
     FINISH_REASON_ERROR,
+    FINISH_REASON_STOP,
     REJECT_REASON_DEADLINE,
     REJECT_REASON_OVERLOADED,
     REJECT_REASON_TOO_LONG,
@@ -30,6 +31,7 @@ MAX_TOMBSTONES = 10_000
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 CANCELLED = Finished(FINISH_REASON_CANCELLED)
+STOPPED = Finished(FINISH_REASON_STOP, "a stop string")
 SUPERSEDED = Finished(FINISH_REASON_CANCELLED, "a newer attempt took over")
 LOST = Finished(FINISH_REASON_ERROR, "the worker group was lost")
 OUT_OF_TIME = Finished(FINISH_REASON_ERROR, "the deadline passed")
@@ -64,6 +66,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, Key, int]] = []  # a heap of (deadline, request, attempt)
         self._tombstones: OrderedDict[Key, int] = OrderedDict()  # highest attempt cancelled of requests that are unknown
         self._ended = Meter(now)
+        metrics.no_engine.watch(lambda: EngineState(waiting=len(self._held), waiting_tokens=self._held.tokens))
 
     @property
     def num_requests(self) -> int:
@@ -105,11 +108,11 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, request.key, request.attempt))
         return rejected
 
-    def cancel(self, key: Key, attempt: int, now: float) -> None:
-        """Ends a request, now or when its Submit comes."""
+    def cancel(self, key: Key, attempt: int, now: float, *, stopped: bool = False) -> None:
+        """Ends a request, now or when its Submit comes. `stopped`: its gateway has met a stop string, and so the whole answer."""
         request = self._requests.get(key)
         if request is not None and request.attempt <= attempt:
-            self._end(request, CANCELLED, now)
+            self._end(request, STOPPED if stopped else CANCELLED, now)
         elif request is None:
             self._tombstones[key] = max(attempt, self._tombstones.get(key, 0))
             if len(self._tombstones) > MAX_TOMBSTONES:
@@ -138,7 +141,7 @@ class Scheduler:
     def remove_group(self, group: Group, now: float) -> None:
         """A group is lost, and so are its requests."""
         self.groups.remove(group)
-        group.metrics.gone()
+        group.metrics.unwatch(group.state)
         requests = group.evacuate()
         for request in requests:  # to recover them: place each anew, with the output it has
             request.end = LOST

@@ -117,7 +117,8 @@ class GenerationService(GenerationServicer):
                     session.reject(message.submit.request, message.submit.attempt, rejected)
                     session.flush()
             case "cancel":
-                self.scheduler.cancel(Key(session.number, message.cancel.request), message.cancel.attempt, now)
+                stopped = message.cancel.reason == pb.FINISH_REASON_STOP
+                self.scheduler.cancel(Key(session.number, message.cancel.request), message.cancel.attempt, now, stopped=stopped)
             case "heartbeat":
                 pass
             case other:

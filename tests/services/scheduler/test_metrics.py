@@ -1,5 +1,7 @@
 """The engine's series: there from the start, counted once, at rest when a group is gone, and the same under both names."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -8,9 +10,16 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as text
 
+from services.scheduler.group import Group
 from services.scheduler.metrics import FINISHED_REASONS, MAX_ENGINES, EngineState, RequestTimes, SchedulerMetrics
+from services.scheduler.model import Model
+from services.scheduler.requests import Key
+from services.scheduler.scheduler import Scheduler
 from shared.metrics import new_registry
 from shared.protocol.generation_pb2 import FINISH_REASON_STOP, REJECT_REASON_OVERLOADED
+from shared.protocol.plan import Limits, Plan
+from tests.services.scheduler import session_client
+from tests.services.scheduler.device import EOS, Device
 
 BUSY = EngineState(
     ready=True,
@@ -25,6 +34,10 @@ BUSY = EngineState(
     lead_s=0.004,
     lead_target_s=0.003,
 )
+
+
+def busy() -> EngineState:
+    return BUSY
 
 
 class Metrics(SchedulerMetrics):
@@ -58,14 +71,14 @@ def test_every_series_is_there_at_0_before_any_group() -> None:
 def test_gauges_are_read_by_the_scrape_and_rest_when_the_group_is_gone() -> None:
     metrics = Metrics()
     engine = metrics.engine("blue")
-    engine.watch(lambda: BUSY)
+    engine.watch(busy)
     for prefix in ("lockstep_", "vllm:"):
         assert metrics.value(f"{prefix}num_requests_running") == 3
         assert metrics.value(f"{prefix}num_requests_waiting") == 2
         assert metrics.value(f"{prefix}kv_cache_usage_perc") == 0.25
         assert metrics.value(f"{prefix}cache_config_info", block_size="16", num_gpu_blocks="100") == 1
     assert metrics.value("lockstep_scheduler_pages", state="owned") == 25
-    engine.gone()
+    engine.unwatch(busy)
     assert metrics.value("lockstep_num_requests_running") == metrics.value("vllm:num_requests_waiting") == 0
     assert metrics.value("lockstep_scheduler_pages", state="owned") == 0
 
@@ -101,10 +114,20 @@ def test_a_request_that_never_had_a_slot_waited_until_its_end() -> None:
     assert (times.queue_s, times.ttft_s, times.total_s) == (2.0, None, 2.0)
 
 
+def test_groups_that_share_a_name_are_added_up() -> None:
+    metrics = Metrics()
+    engine = metrics.engine("blue")
+    engine.watch(busy)
+    engine.watch(lambda: BUSY)
+    assert metrics.value("lockstep_num_requests_running") == 6
+    assert metrics.value("lockstep_kv_cache_usage_perc") == 0.25
+    engine.unwatch(busy)
+    assert metrics.value("lockstep_num_requests_running") == 3
+
+
 def test_a_group_that_comes_again_counts_on() -> None:
     metrics = Metrics()
     metrics.engine("blue").tokens(np.array([0.1]))
-    metrics.engine("blue").gone()
     metrics.engine("blue").tokens(np.array([0.1]))
     assert metrics.value("lockstep_generation_tokens_total") == 2
 
@@ -142,3 +165,77 @@ def test_met_07_the_official_parsers_read_it(model_name: str) -> None:
         names = [family.name for family in families]
         assert len(names) == len(set(names)), "HELP and TYPE stand once"
     assert all(sample.name.endswith("_total") for family in fancy if family.type == "counter" for sample in family.samples)
+
+
+class Run:
+    """A scheduler with its metrics and, once added, a group whose results come when they are asked for."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.scheduler = Scheduler(100, 1_000, 10.0, lambda updated, now: None, self.metrics, 0.0)
+        self.scheduler.model = Model("abc", vocab_size=50, max_length=64, eos_ids=frozenset({EOS}), files=())
+        self.plans: list[Plan] = []
+
+    def add_group(self) -> None:
+        limits = Limits(slots=1, pages=41, page_size=4, max_length=64, max_step_tokens=16, vocab_size=50)
+        self.device = Device(limits, model=lambda ids, vocab_size: 7)
+        engine = self.metrics.engine("blue")
+        self.group = Group("blue", limits, 0, 16, False, self.plans.append, self.scheduler.deliver, engine)
+        self.scheduler.add_group(self.group, 0.0)
+
+    def submit(self, request: int, max_tokens: int = 20, **fields: Any) -> None:
+        assert self.scheduler.submit(session_client.submit(request, [1, 2, 3], max_tokens, **fields), 1, 0.0) is None
+
+    def compute(self, now: float) -> None:
+        self.group.on_result(self.device.run(self.plans.pop(0)), now)
+
+
+def test_requests_that_no_group_has_wait_too() -> None:
+    run = Run()
+    run.submit(1)
+    assert run.metrics.value("lockstep_num_requests_waiting", "none") == 1
+    assert run.metrics.value("vllm:num_requests_waiting", "none") == 1
+    assert run.metrics.value("lockstep_num_tokens_waiting", "none") == 3
+    run.add_group()
+    assert run.metrics.value("lockstep_num_requests_waiting", "none") == 0
+    assert run.metrics.value("lockstep_num_requests_running") == 1
+
+
+@pytest.mark.parametrize("stopped, reason", [(True, "stop"), (False, "abort")])
+def test_a_stop_string_that_the_gateway_meets_is_a_stop(stopped: bool, reason: str) -> None:
+    run = Run()
+    run.add_group()
+    run.submit(1)
+    run.compute(1.0)
+    run.scheduler.cancel(Key(1, 1), 1, 2.0, stopped=stopped)
+    assert run.metrics.value("lockstep_request_success_total", finished_reason=reason) == 1
+
+
+def test_a_whole_run_is_timed_by_the_scheduler_and_leaves_nothing_behind() -> None:
+    run = Run()
+    run.add_group()
+    run.submit(1, max_tokens=3)
+    run.submit(2, max_tokens=1)
+    assert run.metrics.value("lockstep_num_requests_waiting") == 1
+    for now in (0.5, 0.75, 1.0):
+        run.compute(now)
+    assert run.metrics.value("lockstep_time_to_first_token_seconds_sum") == 0.5
+    assert run.metrics.value("lockstep_inter_token_latency_seconds_sum") == 0.5
+    assert run.metrics.value("lockstep_e2e_request_latency_seconds_sum") == 1.0
+    run.compute(1.5)
+    while run.plans:
+        run.compute(2.0)
+    assert run.metrics.value("lockstep_request_queue_time_seconds_sum") == 1.0
+    assert run.metrics.value("lockstep_generation_tokens_total") == 4
+    assert run.metrics.value("lockstep_prompt_tokens_total") == 6
+    assert run.metrics.value("lockstep_request_success_total", finished_reason="length") == 2
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "scheduler_lead_seconds"):
+        assert run.metrics.value(f"lockstep_{gauge}") == 0
+
+
+def test_a_superseded_attempt_is_not_an_end() -> None:
+    run = Run()
+    run.add_group()
+    run.submit(1)
+    run.submit(1, attempt=2)
+    assert all(run.metrics.value("lockstep_request_success_total", finished_reason=word) == 0 for word in FINISHED_REASONS.values())
