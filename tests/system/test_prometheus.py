@@ -5,7 +5,6 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -51,7 +50,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory, debian: Callable[..., N
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
     ]
-    process = subprocess.Popen([program, *arguments], stderr=(folder / "log").open("w"))
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([program, *arguments], stderr=log)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1") as client:
             eventually(lambda: is_up(client), 30)

@@ -1,5 +1,6 @@
 """The ring: every reader sees every entry, whole and in order; nothing unread is overwritten."""
 
+import itertools
 import os
 import random
 
@@ -18,6 +19,16 @@ def make(readers: int) -> tuple[RingWriter, list[RingReader]]:
 
 def payload(size: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(size)
+
+
+def fill(writer: RingWriter, data: bytes) -> int:
+    """Writes until there is no room; returns how many entries."""
+    for number in itertools.count():
+        try:
+            writer.write(Kind.PLAN, number, data)
+        except RingFull:
+            return number
+    raise AssertionError("a ring has an end")
 
 
 def test_every_reader_gets_every_entry_also_across_the_end_of_the_data() -> None:
@@ -45,11 +56,7 @@ def test_every_reader_gets_every_entry_also_across_the_end_of_the_data() -> None
 def test_the_slowest_reader_holds_the_writer_back() -> None:
     writer, (fast, slow) = make(2)
     data = payload(MAX_PLAN_BYTES, 1)
-    written = 0
-    with pytest.raises(RingFull):
-        while True:
-            writer.write(Kind.PLAN, written, data)
-            written += 1
+    written = fill(writer, data)
     assert written * MAX_PLAN_BYTES <= CAPACITY
     for _ in range(written):
         fast.read()

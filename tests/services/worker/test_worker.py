@@ -6,15 +6,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
 from shared.protocol import execution_pb2 as pb
 from shared.protocol.files import receive
-from shared.protocol.plan import NO_TOKEN, Plan, PlanFlag, ids_from_bytes
+from shared.protocol.plan import NO_FLAGS, NO_TOKEN, Plan, PlanFlag, ids_from_bytes
 from shared.rpc import PROTOCOL_VERSION, StreamEnded
-from tests.services.worker.client import Worker, describe, execution, worker
+from tests.services.worker.client import Execution, Worker, describe, execution, worker
 from tests.services.worker.engine.driver import admission, int32s
 from tests.tiny import weightless_model
 
@@ -42,7 +41,7 @@ def shared_worker(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iter
     print(running.log)
 
 
-def prefill(plan_id: int, slot: int = 0, flags: PlanFlag = PlanFlag(0), epoch: int = 1) -> Plan:  # noqa: RUF009
+def prefill(plan_id: int, slot: int = 0, flags: PlanFlag = NO_FLAGS, epoch: int = 1) -> Plan:
     return Plan(
         plan_id,
         flags=flags,
@@ -61,6 +60,12 @@ def decode(plan_id: int, *slots: int, iterations: int = 1) -> Plan:
 
 def ids(result: pb.PlanResult) -> list[list[int]]:
     return ids_from_bytes(result.ids).reshape(result.iterations, -1).tolist()
+
+
+async def last_result_below(stream: Execution, plan_id: int) -> None:
+    """Reads results, all of plans below `plan_id`, until the stream ends."""
+    while True:
+        assert (await stream.result()).plan < plan_id
 
 
 _streams = iter(range(1, 10**6))
@@ -154,8 +159,7 @@ async def test_a_newer_stream_fences_the_older_and_discards_its_queue(tmp_path: 
                 new.send(prefill(1, slot=1, epoch=2))
                 assert ids(await new.result()) == [[10]]
                 with pytest.raises(StreamEnded, match="aborted: epoch 2, stream 1 has taken the group over"):
-                    while True:
-                        assert (await old.result()).plan < 10
+                    await last_result_below(old, 10)
     finally:
         running.process.terminate()
         running.process.wait(10)
