@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel as the operations launch it, for GPUs that need not be here: no spills to speak of, shared memory within limits.
+"""Compiles every Triton kernel as the operations launch it, for GPUs that need not be here, and checks registers and shared memory.
 
 The operations are called with CPU tensors and a launcher that only notes the kernel, its arguments and its options.
 """
