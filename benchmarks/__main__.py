@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.gateway import gateway
 from benchmarks.overhead import overhead
 from benchmarks.report import Report
 
@@ -26,6 +27,16 @@ def _overhead(
 ) -> None:
     """Time per token through HTTP against the same engine stepped in one process."""
     _finish(overhead(pairs, tokens), out)
+
+
+@app.command("gateway")
+def _gateway(
+    streams: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 1000,
+    out: Out = OUT,
+) -> None:
+    """What the gateway adds to a token, and stalls of its event loop, with an engine that plays a script."""
+    _finish(gateway(streams, tokens), out)
 
 
 def _finish(report: Report, out: Path) -> None:

@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from services.worker.weights.demo import demo_model
 
 START_S = 300.0
 
@@ -19,6 +22,7 @@ class RunningStack:
     model: str  # the name it serves
     model_folder: Path
     ports: dict[str, int]  # by service
+    admin_ports: dict[str, int]
 
 
 @contextlib.contextmanager
@@ -34,6 +38,21 @@ def stack(*arguments: str) -> Iterator[RunningStack]:
             process.wait()
 
 
+@contextlib.contextmanager
+def scripted_stack(script: Mapping[str, object], max_length: int) -> Iterator[RunningStack]:
+    """A stack whose engine plays `script`, with the demo model's tokenizer and a context of `max_length` tokens."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
+        model, script_file = Path(folder) / "scripted", Path(folder) / "script.json"
+        shutil.copytree(demo_model(), model, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": max_length}))
+        header = b"{}"  # weights that name no tensors
+        (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        script_file.write_text(json.dumps(script))
+        with stack(str(model), "--engine", "scripted", "--script", str(script_file)) as running:
+            yield running
+
+
 def _wait_until_ready(process: subprocess.Popen[bytes], folder: Path) -> RunningStack:
     deadline = time.monotonic() + START_S
     while not (found := list(folder.glob("run-*.json"))):
@@ -41,4 +60,4 @@ def _wait_until_ready(process: subprocess.Popen[bytes], folder: Path) -> Running
             raise RuntimeError(f"the stack did not become ready: status {process.poll()}")
         time.sleep(0.05)
     run = json.loads(found[0].read_text())
-    return RunningStack(run["url"], run["served_model_names"][0], Path(run["model"]), run["ports"])
+    return RunningStack(run["url"], run["served_model_names"][0], Path(run["model"]), run["ports"], run["admin_ports"])

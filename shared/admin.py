@@ -16,14 +16,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app
 
 from shared.errors import LockstepError
+from shared.metrics import LOOP_LAG_BUCKETS
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-BEAT_EVERY_S = 0.25
+BEAT_EVERY_S = 0.02  # short, so that no stall that a client could notice falls between two beats
 STALLED_S = 10.0  # an event loop that has not run for this long is stuck; a busy one comes round many times a second
 MAX_CONNECTIONS = 32  # beyond them the oldest is cut off, so that those who open and say nothing do not keep probes out
 SOCKET_TIMEOUT_S = 5.0
@@ -40,8 +41,14 @@ Probe = Callable[[], str | None]  # None when all is well, else what is not; cal
 class Heartbeat:
     """Of an event loop: `beat` runs on it, whoever calls the heartbeat learns whether it still does."""
 
-    def __init__(self, stalled_s: float = STALLED_S) -> None:
+    def __init__(self, registry: CollectorRegistry, stalled_s: float = STALLED_S) -> None:
         self._stalled_s = stalled_s
+        self._lag = Histogram(
+            "lockstep_event_loop_lag_seconds",
+            "How late the event loop ran a timer: what everything on it had to wait.",
+            buckets=LOOP_LAG_BUCKETS,
+            registry=registry,
+        )
         self._at = time.monotonic()
 
     async def beat(self) -> None:
@@ -49,6 +56,7 @@ class Heartbeat:
         while True:
             self._at = time.monotonic()
             await asyncio.sleep(BEAT_EVERY_S)
+            self._lag.observe(max(time.monotonic() - self._at - BEAT_EVERY_S, 0.0))
 
     def __call__(self) -> str | None:
         silent_s = time.monotonic() - self._at
@@ -84,7 +92,7 @@ async def admin(settings: Settings, registry: CollectorRegistry, ready: Probe, p
 
     progress: what else than the event loop must get ahead. Raises LockstepError when the port cannot be had.
     """
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(registry)
     server = AdminServer(settings.host, settings.admin_port, registry, (heartbeat, progress) if progress else (heartbeat,), ready)
     beating = asyncio.create_task(heartbeat.beat())
     server.start()

@@ -1,6 +1,7 @@
 """The answer to one HTTP request: the text of its generations, as it comes."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -88,13 +89,15 @@ class Answer:
         keep_alive_s: float,
         timeout_s: float,
         on_tokens: Callable[[int, int], None],
+        on_sent: Callable[[float], None],
     ) -> None:
-        """`wake` is set by each generation that has news; `on_tokens` is told of every choice that got tokens, and how many."""
+        """`wake` is set by each generation that has news; `on_tokens` is told of every choice that got tokens, and how many;
+        `on_sent`, whenever a delta has been used up, how many seconds its oldest token was here."""
         self.choices = choices
         self.deadline = asyncio.get_running_loop().time() + timeout_s
         self._wake = wake
         self._keep_alive_s = keep_alive_s
-        self._on_tokens = on_tokens
+        self._on_tokens, self._on_sent = on_tokens, on_sent
 
     @property
     def usage(self) -> Usage:
@@ -129,6 +132,7 @@ class Answer:
                     self._on_tokens(choice.index, choice.completion_tokens - before)
                 if delta:
                     yield delta
+                    self._on_sent(time.monotonic() - choice.generation.arrived_at)
 
     def close(self) -> None:
         """Cancels what has not finished."""

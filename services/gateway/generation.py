@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class Generation:
     def __init__(self, submit: Submit, wake: asyncio.Event, max_unread: int, on_close: Callable[["Generation", int, bool], None]) -> None:
         self.submit = submit
         self.ids: list[int] = []  # all that were accepted
+        self.arrived_at = 0.0  # when the first of the ids that nobody has taken came, on the monotonic clock
         self.ending: Ending | None = None
         self._error: RequestError | None = None
         self._wake = wake
@@ -114,6 +116,8 @@ class Generation:
             self.fail(rejection(rejected))
 
     def _accept(self, ids: list[int]) -> None:
+        if self._taken == len(self.ids):
+            self.arrived_at = time.monotonic()
         self.ids += ids
         unread = len(self.ids) - self._taken
         if unread > self._max_unread:

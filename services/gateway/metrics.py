@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.metrics import LATENCY_BUCKETS, TOKEN_LATENCY_BUCKETS, TTFT_BUCKETS, BatchHistogram
+from shared.metrics import LATENCY_BUCKETS, TOKEN_DELAY_BUCKETS, TOKEN_LATENCY_BUCKETS, TTFT_BUCKETS, BatchHistogram
 
 UNKNOWN_MODEL = "unknown"
 OTHER_ENDPOINT = "other"
@@ -55,6 +55,13 @@ class GatewayMetrics:
             TOKEN_LATENCY_BUCKETS,
             registry,
         )
+        self._delay = BatchHistogram(
+            "lockstep_gateway_token_delay_seconds",
+            "From the arrival of tokens at the gateway to the connection that takes their text.",
+            ["model_name", "endpoint"],
+            TOKEN_DELAY_BUCKETS,
+            registry,
+        )
         tokens = Counter(
             "lockstep_gateway_tokens", "Tokens as the usage of answers counts them.", ["model_name", "type"], registry=registry
         )
@@ -72,6 +79,7 @@ class GatewayMetrics:
         for endpoint in GENERATION_ENDPOINTS:
             self._ttft.labels(model_name, endpoint)
             self._itl.labels(model_name, endpoint)
+            self._delay.labels(model_name, endpoint)
             for name in (model_name, UNKNOWN_MODEL):
                 self._duration.labels(name, endpoint)
                 for code in CODES:
@@ -112,6 +120,11 @@ class RequestMetrics:
         elif choice in self._last_token_at:
             self._itl.observe((now - self._last_token_at[choice]) / count, times=count)
         self._last_token_at[choice] = now
+
+    def sent(self, delay_s: float) -> None:
+        """Text of a stream has been handed to its connection, so long after the first of its tokens came."""
+        if self._stream:
+            self._metrics._delay.labels(self._model_name, self._endpoint).observe(delay_s)
 
     def used(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         """What its answer used."""

@@ -65,7 +65,7 @@ def test_other_paths_and_methods_are_refused() -> None:
 
 
 async def test_k8s_03_a_stuck_event_loop_is_seen_from_outside_and_a_live_one_too() -> None:
-    heartbeat = Heartbeat(stalled_s=0.5)
+    heartbeat = Heartbeat(new_registry("test"), stalled_s=0.5)
     beating = asyncio.create_task(heartbeat.beat())
     with serving(heartbeat) as url:
         assert (await asyncio.to_thread(get, f"{url}/livez")).status_code == 200

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from services.gateway.answer import Answer, Choice, Delta
 from services.gateway.errors import BodyTooLarge, ClientGone, InvalidRequest, ModelNotFound
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import GatewayMetrics, RequestMetrics
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
 from services.gateway.openai.sse import EventStream, unless_client_leaves
@@ -130,7 +130,7 @@ def submits(
 
 async def respond(request: Request, body: GenerationRequest, model: Model, messages: Sequence[Submit], form: Format) -> Response:
     """Submits, and answers when it is clear that there is an answer: what goes wrong before that is an HTTP error."""
-    answer = _submit(Gateway.of(request), body, model, messages, request.state.metrics.tokens)
+    answer = _submit(Gateway.of(request), body, model, messages, request.state.metrics)
     try:
         deltas = answer.deltas()
         if not body.stream:
@@ -146,9 +146,7 @@ async def respond(request: Request, body: GenerationRequest, model: Model, messa
     return EventStream(form.chunks(_chained(first, deltas), answer), answer, request)
 
 
-def _submit(
-    gateway: Gateway, body: GenerationRequest, model: Model, messages: Sequence[Submit], on_tokens: Callable[[int, int], None]
-) -> Answer:
+def _submit(gateway: Gateway, body: GenerationRequest, model: Model, messages: Sequence[Submit], metrics: RequestMetrics) -> Answer:
     terminal_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
     wake = asyncio.Event()
     choices: list[Choice] = []
@@ -160,7 +158,7 @@ def _submit(
         for choice in choices:
             choice.generation.close()
         raise
-    return Answer(choices, wake, gateway.settings.keep_alive_s, gateway.settings.timeout_s, on_tokens)
+    return Answer(choices, wake, gateway.settings.keep_alive_s, gateway.settings.timeout_s, metrics.tokens, metrics.sent)
 
 
 async def _texts(deltas: AsyncIterator[Delta | None], choices: int) -> list[str]:
