@@ -46,7 +46,7 @@ def gateway(streams: int = 32, tokens: int = 1000) -> Report:
         columns=("load", "tokens/s", "delay p50, ms", "delay p99, ms", "loop lag p99, ms", "stalls over 50 ms"),
         rows=rows,
         notes=(
-            f"{streams} streams of {tokens} tokens, scripted engine, {STEP_S * 1e3:g} ms a step; client, services and engine share the cores.",
+            f"{streams} streams of {tokens} tokens, scripted engine, {STEP_S * 1e3:g} ms a step; all processes share the cores.",
             f"delay: {DELAY}; lag: {LAG}; quantiles interpolated within buckets.",
         ),
     )

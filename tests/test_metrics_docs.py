@@ -12,6 +12,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.scheduler.metrics import TWINS, EngineState, SchedulerMetrics
 from services.worker.engine.interface import Memory
 from services.worker.metrics import WorkerMetrics
+from shared.admin import Heartbeat
 from shared.metrics import new_registry
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"
@@ -50,6 +51,7 @@ REGISTRIES = {"Gateway": gateway, "Scheduler": scheduler, "Worker": worker}
 
 
 def exported(registry: CollectorRegistry) -> set[Series]:
+    Heartbeat(registry)  # the admin port adds it
     found = set()
     for family in registry.collect():
         if not family.name.startswith("lockstep_") or family.name == "lockstep_build":
