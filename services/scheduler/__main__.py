@@ -58,7 +58,17 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     add_GenerationServicer_to_server(generation, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     workers = [
-        Worker(target, scheduler, leadership, metrics, settings.max_step_tokens, settings.overlap, changed.set)
+        Worker(
+            target,
+            scheduler,
+            leadership,
+            metrics,
+            settings.max_step_tokens,
+            settings.overlap,
+            settings.bursts,
+            settings.jump,
+            changed.set,
+        )
         for target in settings.worker
     ]
     async with admin(settings, registry, readiness) as admin_port:

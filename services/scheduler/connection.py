@@ -43,12 +43,15 @@ class Worker:
         metrics: SchedulerMetrics,
         max_step_tokens: int,
         overlap: bool,
+        bursts: bool,
+        jump: bool,
         on_change: Callable[[], None],
     ) -> None:
         """on_change: called when a group has come or gone."""
         self._target = target
         self._scheduler, self._leadership, self._metrics = scheduler, leadership, metrics
-        self._max_step_tokens, self._overlap = max_step_tokens, overlap
+        self._max_step_tokens = max_step_tokens
+        self._overlap, self._bursts, self._jump = overlap, bursts, jump
         self._on_change = on_change
         self._streams: dict[str, asyncio.Task[None]] = {}  # by group
         self._told: dict[str, str] = {}  # the last thing logged of the worker ("") and of each group
@@ -144,6 +147,8 @@ class Worker:
                 send,
                 self._scheduler.deliver,
                 self._metrics.engine(described.name),
+                self._bursts,
+                self._jump,
             )
             self._add(group, f"ready: {limits.slots} slots, {limits.pages} pages of {limits.page_size} tokens, stream {epoch}.{number}")
             async for message in received(aiter(call), "the worker"):

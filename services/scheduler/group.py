@@ -18,10 +18,11 @@ from services.scheduler.steps import Outstanding, StepResult, admission
 from services.scheduler.waiting import WaitingQueue
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import FINISH_REASON_ERROR
-from shared.protocol.plan import FAILED_ROW, Int32s, Limits, Plan, RowFlag
+from shared.protocol.plan import FAILED_ROW, Int32s, Limits, Plan, PlanFlag, RowFlag
 
 MAX_ADMISSIONS = 256  # of one plan: 32 KB
 FAILED = Finished(FINISH_REASON_ERROR, "the model's output was not finite")
+_NO_ROWS = np.empty(0, dtype=np.int32)
 STOPPED_EARLY = Finished(FINISH_REASON_ERROR, "the worker ended the request for a reason that the scheduler does not know")
 
 Deliver = Callable[[list[Request], float], None]  # requests that have new tokens or have ended, and the time
@@ -45,6 +46,8 @@ class Group:
         send: Callable[[Plan], None],
         deliver: Deliver,
         metrics: EngineMetrics,
+        bursts: bool = True,
+        jump: bool = True,
     ) -> None:
         self.name = name
         self.limits = limits
@@ -52,7 +55,7 @@ class Group:
         self.pool = PagePool(limits.pages)
         self.slots = Slots(limits, highest_slot_epoch)
         self.waiting = WaitingQueue()
-        self.lead = Lead(overlap)
+        self.lead = Lead(overlap, bursts, jump)
         self.step_times = StepTimes()
         self.promised_pages = 0  # that running requests will still be granted
         self.num_running = 0
@@ -62,6 +65,7 @@ class Group:
         self._send, self._deliver = send, deliver
         self._outstanding: dict[int, Outstanding] = {}  # by plan id, in the order sent
         self._queued_us = 0  # sum of their estimates
+        self._jumping_us = 0  # of those among them that jump
         self._next_plan_id = 0
         self._prefilling: dict[int, None] = {}  # slots in state PREFILL, in order of admission
         self._retired: list[int] = []
@@ -127,6 +131,7 @@ class Group:
         oldest = self.passed + 1 == result.plan_id
         del self._outstanding[result.plan_id]
         self._queued_us -= plan.estimate_us
+        self._jumping_us -= plan.estimate_us * plan.jumps
         step_us = max((result.end_us - result.start_us) // len(result.ids), 1)
         self.step_times.observe(plan.decode_rows, plan.prefill_tokens, step_us)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
@@ -188,11 +193,10 @@ class Group:
 
     def _advance(self, now: float) -> None:
         """Sends what the lead rule allows, then delivers: the device comes first."""
+        while self.lead.may_jump(len(self._outstanding), self._jumping_us) and (plan := self._next_plan(now, jump=True)) is not None:
+            self._send(plan)
         self._measure_lead()
-        while self.lead.may_send(len(self._outstanding), self.lead_us):
-            plan = self._next_plan(now)
-            if plan is None:
-                break
+        while self.lead.may_send(len(self._outstanding), self.lead_us) and (plan := self._next_plan(now)) is not None:
             self._send(plan)
             self._measure_lead()
         if self._updated:
@@ -240,21 +244,34 @@ class Group:
 
     # Plans
 
-    def _next_plan(self, now: float) -> Plan | None:
-        """The next step, entered into the books as sent; None when there is nothing to compute."""
+    def _next_plan(self, now: float, jump: bool = False) -> Plan | None:
+        """The next step or burst, entered into the books as sent; None when there is nothing to compute.
+
+        jump: one that runs before plans already sent. So it is disjoint from them: only requests that are admitted now, and no release.
+        """
         slots = self.slots
         admitted: list[int] = []
-        decodes = batching.decode_rows(slots, self._max_step_tokens, prefill_waits=bool(self._prefilling) or self._head_fits())
-        chunks = batching.prefill_chunks(slots, self._prefill_candidates(admitted, now), self._max_step_tokens - len(decodes))
+        if jump:
+            decodes, candidates = _NO_ROWS, self._admissions(admitted, now)
+        else:
+            decodes = batching.decode_rows(slots, self._max_step_tokens, prefill_waits=bool(self._prefilling) or self._head_fits())
+            candidates = self._prefill_candidates(admitted, now)
+        chunks = batching.prefill_chunks(slots, candidates, self._max_step_tokens - len(decodes))
         if not len(decodes) and not chunks:
             return None
         plan = Plan(self._next_plan_id)
         plan.decode_slots = decodes
         plan.decode_flags = np.full(len(decodes), RowFlag.SAMPLE, dtype=np.int32)
-        written = slots.planned[decodes]  # a decode row writes the last token that it may have so far
+        if jump:
+            plan.flags = PlanFlag.JUMP
         if chunks:
             self._add_prefill(plan, chunks)
-            written = np.concatenate((written, plan.prefill_starts + plan.prefill_lengths))
+        step_us = self.step_times.estimate(len(decodes), len(plan.prefill_ids))
+        plan.iterations = 1 if chunks else self._burst(decodes, step_us)
+        plan.estimate_us = step_us * plan.iterations
+        # A decode row writes the last token that it may have so far, and the device stops it at its greatest length.
+        written = np.minimum(slots.planned[decodes] + plan.iterations, slots.max_length[decodes]) - 1
+        written = np.concatenate((written, plan.prefill_starts + plan.prefill_lengths))
         rows = plan.row_slots
         plan.grant_slots, plan.grant_indexes = slots.missing_pages(rows, written)
         if len(plan.grant_slots):
@@ -263,14 +280,13 @@ class Group:
             self.promised_pages -= len(plan.grant_slots)
         if admitted:
             plan.admissions = np.concatenate([self._admission(slot) for slot in admitted])
-        if self._releases:
+        if self._releases and not jump:
             plan.release_slots = np.array(self._releases, dtype=np.int32)
             slots.last_plan[plan.release_slots] = plan.plan_id  # a slot is not used anew while its release is on the way
             self._releases.clear()
         samples = np.concatenate((plan.decode_flags, plan.prefill_flags)) == RowFlag.SAMPLE
         slots.planned[rows] = written + samples
         slots.last_plan[rows] = plan.plan_id
-        plan.estimate_us = self.step_times.estimate(len(decodes), len(plan.prefill_ids))
         self._outstanding[plan.plan_id] = Outstanding(
             slots=rows,
             samples=samples,
@@ -280,10 +296,17 @@ class Group:
             estimate_us=plan.estimate_us,
             sent_at=now,
             followed=bool(self._outstanding),
+            jumps=jump,
         )
         self._queued_us += plan.estimate_us
+        self._jumping_us += plan.estimate_us * jump
         self._next_plan_id += 1
         return plan
+
+    def _burst(self, decodes: Int32s, step_us: int) -> int:
+        """Iterations of a plan of decode rows: no more than the longest of them may run."""
+        left = self.slots.max_length[decodes] - self.slots.planned[decodes]
+        return min(self.lead.burst(step_us), int(left.max()))
 
     def _add_prefill(self, plan: Plan, chunks: list[batching.Chunk]) -> None:
         pieces = []
@@ -302,8 +325,12 @@ class Group:
         plan.prefill_ids = np.concatenate(pieces)
 
     def _prefill_candidates(self, admitted: list[int], now: float) -> Iterator[int]:
-        """Slots whose prefill goes on, then requests as they are admitted, which is noted in `admitted`."""
+        """Slots whose prefill goes on, then requests as they are admitted."""
         yield from list(self._prefilling)
+        yield from self._admissions(admitted, now)
+
+    def _admissions(self, admitted: list[int], now: float) -> Iterator[int]:
+        """Slots of requests as they are admitted, which is noted in `admitted`."""
         while len(admitted) < MAX_ADMISSIONS and self._head_fits():
             request = self.waiting.head()
             assert request is not None  # it fits

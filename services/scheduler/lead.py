@@ -1,11 +1,14 @@
 """How far ahead plans are sent: measured time of work, not a number of plans. All times in microseconds.
 
 The device must find its next plan when it ends one; plans further ahead only delay what comes after them. So the work queued
-behind the plan that now runs should last just longer than the way of a result here and of a plan back.
+behind the plan that now runs should last just longer than the way of a result here and of a plan back. Two things ease that:
+short steps go in bursts, since a plan costs more than such a step; and a new request's first prefill jumps the queue.
 """
 
 from bisect import bisect_left, insort
 from collections import deque
+
+from shared.protocol.plan import MAX_BURST
 
 WINDOW_PLANS = 400
 UNKNOWN_STEP_US = 10_000  # before the first measurement
@@ -13,8 +16,11 @@ SMOOTHING = 0.1
 STARVED_US = 20  # less is noise
 MARGIN_STEP_US = 100
 MARGIN_DECAY = 0.998
-MAX_MARGIN_US = 2_000  # more would cost time to first token, as long as no plan may jump
+MAX_MARGIN_US = 2_000  # more would cost time to first token where no plan may jump
+MAX_MARGIN_WITH_JUMP_US = 15_000  # there it costs only the second token of a newcomer, and it covers gaps of a busy host
 MAX_OUTSTANDING_PLANS = 64
+PLAN_US = 2_000  # of device time that a plan should bring: several times what it costs to plan, send and receive
+PLAN_US_PER_GROUP = 1_000  # with several groups, so that one process has at most 1,000 plans a second
 
 
 class StepTimes:
@@ -39,20 +45,34 @@ class StepTimes:
 
 
 class Lead:
-    """The rule: send while (work outstanding - its oldest plan) < round trip + margin."""
+    """The rule: send while (work outstanding - its oldest plan) < round trip + margin. Each switch turns one part of it off."""
 
-    def __init__(self, overlap: bool) -> None:
-        self._overlap = overlap
+    def __init__(self, overlap: bool, bursts: bool = True, jump: bool = True) -> None:
+        self._overlap, self._bursts, self._jump = overlap, bursts, jump and overlap
+        self._max_margin_us = MAX_MARGIN_WITH_JUMP_US if self._jump else MAX_MARGIN_US
+        self._plan_us = PLAN_US
         self._round_trips: deque[int] = deque()
         self._sorted: list[int] = []
         self.round_trip_us = 0
         self.margin_us = float(MARGIN_STEP_US)
+
+    def share(self, groups: int) -> None:
+        """The scheduler's process plans for so many groups."""
+        self._plan_us = max(PLAN_US, groups * PLAN_US_PER_GROUP)
 
     def may_send(self, outstanding: int, queued_us: int) -> bool:
         """outstanding: plans; queued_us: the estimates of all of them but the oldest."""
         if not outstanding:
             return True
         return self._overlap and outstanding < MAX_OUTSTANDING_PLANS and queued_us < self.target_us
+
+    def may_jump(self, outstanding: int, jumping_us: int) -> bool:
+        """jumping_us: the estimates of the outstanding plans that jump. With less than two outstanding plans there is no queue."""
+        return self._jump and 2 <= outstanding < MAX_OUTSTANDING_PLANS and jumping_us < self.target_us
+
+    def burst(self, step_us: int) -> int:
+        """Iterations of a plan without prefill. They save messages, and cover no distance that more plans would not."""
+        return min(-(-self._plan_us // step_us), MAX_BURST) if self._bursts else 1
 
     @property
     def target_us(self) -> float:
@@ -67,6 +87,6 @@ class Lead:
         # A low percentile: a high one would count our own queue and every hiccup, and so run away.
         self.round_trip_us = max(self._sorted[len(self._sorted) // 10], 0)
         if late_us > STARVED_US:
-            self.margin_us = min(self.margin_us + min(late_us, self.margin_us + MARGIN_STEP_US), MAX_MARGIN_US)
+            self.margin_us = min(self.margin_us + min(late_us, self.margin_us + MARGIN_STEP_US), self._max_margin_us)
         else:
             self.margin_us *= MARGIN_DECAY

@@ -128,6 +128,7 @@ class Scheduler:
     def add_group(self, group: Group, now: float) -> None:
         """A group is ready."""
         self.groups.append(group)
+        self._share()
         group.metrics.watch(group.state)
         held = self._held.drain()
         self._held_until.clear()
@@ -141,11 +142,16 @@ class Scheduler:
     def remove_group(self, group: Group, now: float) -> None:
         """A group is lost, and so are its requests."""
         self.groups.remove(group)
+        self._share()
         group.metrics.unwatch(group.state)
         requests = group.evacuate()
         for request in requests:  # to recover them: place each anew, with the output it has
             request.end = LOST
         self.deliver(requests, now)
+
+    def _share(self) -> None:
+        for group in self.groups:
+            group.lead.share(len(self.groups))
 
     def deliver(self, updated: list[Request], now: float) -> None:
         """What groups call: forgets the requests that have ended and passes all on."""

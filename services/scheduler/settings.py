@@ -29,6 +29,8 @@ class SchedulerSettings(Settings):
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="Prompt tokens that may wait; one request alone may exceed it.")
     group_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no worker group is ready.")
     overlap: bool = Field(True, description="Send plans ahead of results, by the lead rule; off: wait for each result.")
+    bursts: bool = Field(True, description="Several iterations in one plan while steps are short; off: one.")
+    jump: bool = Field(True, description="A new request's first prefill overtakes plans sent before; needs overlap.")
 
     @field_validator("worker", mode="before")
     @classmethod

@@ -41,6 +41,7 @@ class Outstanding:
     estimate_us: int
     sent_at: float
     followed: bool  # sent while another plan was outstanding
+    jumps: bool  # may run before plans that were sent earlier
 
     def check(self, result: StepResult, vocab_size: int) -> None:
         """Raises ProtocolError when `result` cannot be this plan's."""

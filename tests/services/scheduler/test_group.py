@@ -28,7 +28,8 @@ class Harness:
         self.results: deque[StepResult] = deque()
         self.ended: list[Request] = []
         self.device = Device(limits, model=lambda ids, vocab_size: 7)
-        self.group = Group("group", limits, 0, max_step_tokens, overlap, self.send, self.deliver, METRICS.engine("group"))
+        engine = METRICS.engine("group")
+        self.group = Group("group", limits, 0, max_step_tokens, overlap, self.send, self.deliver, engine, bursts=False, jump=False)
 
     def send(self, plan: Plan) -> None:
         self.plans.append(plan)

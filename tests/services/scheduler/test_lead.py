@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from services.scheduler.group import Group
-from services.scheduler.lead import MAX_MARGIN_US, UNKNOWN_STEP_US, Lead, StepTimes
+from services.scheduler.lead import MAX_MARGIN_US, MAX_MARGIN_WITH_JUMP_US, PLAN_US, UNKNOWN_STEP_US, Lead, StepTimes
 from services.scheduler.steps import StepResult
-from shared.protocol.plan import Limits, Plan
+from shared.protocol.plan import MAX_BURST, Limits, Plan
 from tests.services.scheduler.build import METRICS, make_request
 from tests.services.scheduler.device import Device
 
@@ -31,24 +31,25 @@ def simulate(step_us: int, delay_us: int, overlap: bool, steps: int = 1_000) -> 
         result = replace(
             device.run(plan),
             start_us=round(start),
-            end_us=round(start + step_us),
+            end_us=round(start + plan.iterations * step_us),
             idle_us=round(start - free_at),
-            hold_us=round(start + step_us - arrived),
+            hold_us=round(start + plan.iterations * step_us - arrived),
         )
-        free_at = start + step_us
+        free_at = start + plan.iterations * step_us
         on_way.append((free_at + delay_us, result))
 
     group = Group("group", LIMITS, 0, 64, overlap, send, lambda updated, at: None, METRICS.engine("group"))
     group.submit(make_request(1, [1, 2, 3], steps + 200, ignore_eos=True), 0.0)
-    half_at, depth = 0.0, 0
-    for step in range(steps):
+    half_at, done, half_done, depth = 0.0, 0, 0, 0
+    while done < steps:
         now, result = on_way.popleft()
         group.on_result(result, now / 1e6)
-        if step == steps // 2:
-            half_at = now
-        elif step > steps // 2:
+        done += len(result.ids)
+        if not half_at and done >= steps // 2:
+            half_at, half_done = now, done
+        elif half_at:
             depth = max(depth, len(on_way))
-    return (steps - 1 - steps // 2) * step_us / (now - half_at), depth
+    return (done - half_done) * step_us / (now - half_at), depth
 
 
 @pytest.mark.parametrize("step_us", [1_000, 2_500, 10_000])
@@ -56,7 +57,7 @@ def simulate(step_us: int, delay_us: int, overlap: bool, steps: int = 1_000) -> 
 def test_the_device_is_busy_at_any_distance(step_us: int, delay_us: int) -> None:
     busy, depth = simulate(step_us, delay_us, overlap=True)
     assert busy > 0.98
-    assert depth <= 2 + (2 * delay_us + MAX_MARGIN_US) / step_us
+    assert depth <= 2 + (2 * delay_us + MAX_MARGIN_WITH_JUMP_US) / max(step_us, PLAN_US)
 
 
 def test_without_overlap_each_step_waits_for_the_result_before() -> None:
@@ -72,14 +73,31 @@ def test_round_trip_is_a_low_percentile() -> None:
     assert 1_000 <= lead.round_trip_us <= 1_010
 
 
-def test_margin_grows_by_starvation_only() -> None:
-    lead = Lead(overlap=True)
+@pytest.mark.parametrize("jump, most", [(False, MAX_MARGIN_US), (True, MAX_MARGIN_WITH_JUMP_US)])
+def test_margin_grows_by_starvation_only(jump: bool, most: int) -> None:
+    lead = Lead(overlap=True, jump=jump)
     for _ in range(10):
         lead.on_result(1_000, late_us=3_000)
-    assert lead.margin_us == MAX_MARGIN_US
+    assert lead.margin_us == most
     for _ in range(3_000):
         lead.on_result(1_000, late_us=0)
-    assert lead.margin_us < MAX_MARGIN_US / 10
+    assert lead.margin_us < most / 10
+
+
+def test_bursts_make_up_for_short_steps_and_for_many_groups() -> None:
+    lead = Lead(overlap=True)
+    assert [lead.burst(step_us) for step_us in (1, 500, 1_999, 2_000, 10_000)] == [MAX_BURST, 4, 2, 1, 1]
+    lead.share(8)
+    assert lead.burst(2_600) == 4
+    assert Lead(overlap=True, bursts=False).burst(1) == 1
+
+
+def test_a_jump_needs_a_queue_and_none_of_its_own() -> None:
+    lead = Lead(overlap=True)
+    assert [lead.may_jump(outstanding, 0) for outstanding in range(4)] == [False, False, True, True]
+    assert not lead.may_jump(3, jumping_us=1_000)
+    assert not Lead(overlap=True, jump=False).may_jump(3, 0)
+    assert not Lead(overlap=False).may_jump(3, 0)
 
 
 def test_a_plan_is_late_only_when_the_device_waited_for_it() -> None:
