@@ -1,7 +1,7 @@
 """The supervisor of a group: starts the ranks, puts plans and their iterations into one order, and ends everything when a rank fails.
 
 It never touches the device. The order: each plan's bytes go into the ring once, then one RUN an iteration, at most LAUNCH_AHEAD
-beyond the last finished one. Plans run as they came, except that one flagged to jump goes before the next RUN.
+beyond the last finished one. `LaunchOrder` says whose iteration is next.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ import numpy as np
 from services.worker.engine.interface import Facts, RankSpec
 from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Ready, ResetDone, decode, socket_pair
 from services.worker.metrics import WorkerMetrics
+from services.worker.order import LaunchOrder
 from services.worker.rank import spec_to_json
 from services.worker.ring import Kind, RingFull, RingWriter, create_ring
 from services.worker.settings import WorkerSettings
@@ -62,7 +63,6 @@ class _Queued:
     received_us: int
     on_result: Callable[[Result], None]
     written: bool = False
-    launched: int = 0
     done: list[Done] = field(default_factory=list)
 
 
@@ -82,7 +82,7 @@ class Supervisor:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready = asyncio.Event()
         self._ranks: list[_Rank] = []
-        self._queue: deque[_Queued] = deque()  # not yet launched in full, in order
+        self._queue: LaunchOrder[_Queued] = LaunchOrder()
         self._launched: deque[_Queued] = deque()  # one entry an iteration in the ring, not yet finished
         self._head_since_s = time.monotonic()  # when the oldest launched iteration could start
         self._resets: dict[int, tuple[set[int], asyncio.Future[None]]] = {}
@@ -178,10 +178,7 @@ class Supervisor:
         check(plan, self.limits)
         self.slot_epochs[plan.admissions["slot"]] = plan.admissions["epoch"]
         queued = _Queued(plan, data, self.slot_epochs[plan.row_slots], _now_us(), on_result)
-        if plan.flags & PlanFlag.JUMP:
-            self._queue.appendleft(queued)
-        else:
-            self._queue.append(queued)
+        self._queue.add(queued, plan.iterations, jump=bool(plan.flags & PlanFlag.JUMP))
         self._launch()
 
     async def reset(self) -> int:
@@ -199,8 +196,7 @@ class Supervisor:
     def _launch(self) -> None:
         """Fills the ring, as far as there is work, room, and no more than LAUNCH_AHEAD iterations in it."""
         try:
-            while self._queue and len(self._launched) < LAUNCH_AHEAD:
-                head = self._queue[0]
+            while len(self._launched) < LAUNCH_AHEAD and (head := self._queue.head()) is not None:
                 if not head.written:
                     self._ring.write(Kind.PLAN, head.plan.plan_id, head.data)
                     head.written = True
@@ -208,9 +204,7 @@ class Supervisor:
                 if not self._launched:
                     self._head_since_s = time.monotonic()
                 self._launched.append(head)
-                head.launched += 1
-                if head.launched == head.plan.iterations:
-                    self._queue.popleft()
+                self._queue.advance()
         except RingFull:
             logger.debug("the ring is full; room comes with the next result")
 
