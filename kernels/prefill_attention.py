@@ -170,25 +170,20 @@ def _kernel(
         first_position = length - num_queries + tile * TOKENS  # of the tile's first token: all its tokens see up to here
         end = tl.minimum(first_position + TOKENS, length)
         begin = 0
+        open_end = first_position + 1  # all the tile's tokens see the positions before it
         if WINDOW:
-            begin = tl.maximum(first_position - window + 1, 0) // BLOCK * BLOCK
-            open_begin = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK) * BLOCK, end)  # from here in every token's window
-        else:
-            open_begin = 0
-        open_end = tl.maximum((first_position + 1) // BLOCK * BLOCK, open_begin)
+            begin = tl.maximum(first_position - window + 1, 0)
+            open_end = begin  # a window is short: one loop, with the mask
+        begin, open_end = begin // BLOCK * BLOCK, open_end // BLOCK * BLOCK
 
         best = tl.full([QUERY_BLOCK], -1e30, tl.float32)
         total = tl.zeros([QUERY_BLOCK], tl.float32)
         weighted = tl.zeros([QUERY_BLOCK, HEAD_BLOCK], tl.float32)
-        if WINDOW:
+        if not WINDOW:
             best, total, weighted = _attend(
-                q, best, total, weighted, k_cache_ptr, v_cache_ptr, pages_ptr, begin, open_begin, query_position, length, window,
-                scale_log2, kv_head, K, H, N, WINDOW, True, HEAD_BLOCK, BLOCK, STAGES,
+                q, best, total, weighted, k_cache_ptr, v_cache_ptr, pages_ptr, begin, open_end, query_position, length, window,
+                scale_log2, kv_head, K, H, N, WINDOW, False, HEAD_BLOCK, BLOCK, STAGES,
             )  # fmt: skip
-        best, total, weighted = _attend(
-            q, best, total, weighted, k_cache_ptr, v_cache_ptr, pages_ptr, open_begin, open_end, query_position, length, window,
-            scale_log2, kv_head, K, H, N, WINDOW, False, HEAD_BLOCK, BLOCK, STAGES,
-        )  # fmt: skip
         best, total, weighted = _attend(
             q, best, total, weighted, k_cache_ptr, v_cache_ptr, pages_ptr, open_end, end, query_position, length, window,
             scale_log2, kv_head, K, H, N, WINDOW, True, HEAD_BLOCK, BLOCK, STAGES,

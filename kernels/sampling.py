@@ -2,8 +2,8 @@
 
 On a GPU no row is sorted. The noise makes sampling an argmax, so one pass over the logits serves greedy and unfiltered rows.
 Filtered rows first get a bound below which nothing can be kept (the k-th largest of the maxima of short runs, a top-p tail that
-all of V cannot fill, min-p itself); the ids above it are gathered, and the exact cut is found among them by bisection of the
-logit's bits. Rows with too many of them bisect over all logits: slower, with the same result.
+all of V cannot fill, min-p itself); the ids above it are gathered, and the exact cut is found among them by searching the
+logit's bits, PIVOTS at a time. Rows with too many of them bisect over all logits: slower, with the same result.
 """
 
 import torch
@@ -18,6 +18,7 @@ GREEDY_BELOW = tl.constexpr(1e-5)  # temperature under which a row is greedy: di
 FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN
 TILE = 1024  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
 RUN = 128  # columns of which the first pass keeps a maximum
+PIVOTS = tl.constexpr(16)  # of one pass of a search: more passes cost more, each with its reductions, than more comparisons
 CANDIDATES = 8192  # room for the gathered ids of a filtered row
 
 
@@ -226,7 +227,7 @@ def _choose_kernel(
             else:
                 winner = _choose_filtered(
                     row_ptr, ids_gathered_ptr, columns, columns, low, largest, mass, temperature, top_k, top_p, min_p, seed, position,
-                    first, False, 4096,
+                    first, False, 1024,
                 )  # fmt: skip
     tl.store(ids_ptr + row, tl.where(failed, FAILED, first + winner))
 
@@ -249,13 +250,14 @@ def _kth_largest(values_ptr, count, k, BLOCK: tl.constexpr):
     index = tl.arange(0, BLOCK)
     keys = _order_key(tl.load(values_ptr + index, mask=index < count, other=float("-inf")))
     low = tl.min(keys, axis=0).to(tl.int64)
-    high = tl.max(keys, axis=0).to(tl.int64)
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if tl.sum((keys >= middle).to(tl.int32), axis=0) >= k:
-            low = middle
-        else:
-            high = middle - 1
+    high = tl.max(keys, axis=0).to(tl.int64) + 1
+    while high - low > 1:  # at least k reach low, fewer reach high
+        step = tl.maximum((high - low) // PIVOTS, 1)
+        pivots = tl.minimum(low + step * (tl.arange(0, PIVOTS) + 1), high)
+        reached = tl.sum((keys[None, :] >= pivots[:, None]).to(tl.int32), axis=1)
+        passed = tl.sum((reached >= k).to(tl.int32), axis=0)
+        high = tl.where(passed < PIVOTS, tl.minimum(low + step * (passed + 1), high), high)
+        low += step * passed
     bits = low.to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
@@ -292,18 +294,19 @@ def _choose_filtered(
     GATHERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The column of the best score among what the filters keep of `count` logits: the gathered ones or all of the row."""
+    STAGES: tl.constexpr = 1 if GATHERED else 3  # the gathered ones stay in the L1 cache, which asynchronous copies pass by
     limit = tl.full([], float("inf"), tl.float32)
     cut = _order_key(low).to(tl.int64)
     if top_k < columns:
-        cut = _find_cut(logits_ptr, count, low, largest, temperature, top_k, limit, BLOCK)
+        cut = _find_cut(logits_ptr, count, low, largest, temperature, top_k, limit, STAGES, BLOCK)
     if top_p < 1:
         if top_k < columns:
-            above, mass_above, equal, value = _around(logits_ptr, count, cut, largest, temperature, BLOCK)
+            above, mass_above, equal, value = _around(logits_ptr, count, cut, largest, temperature, STAGES, BLOCK)
             mass = mass_above + tl.minimum(top_k - above, equal) * tl.exp((value - largest) / temperature)
         limit = top_p * mass
-        cut = _find_cut(logits_ptr, count, low, largest, temperature, top_k, limit, BLOCK)
+        cut = _find_cut(logits_ptr, count, low, largest, temperature, top_k, limit, STAGES, BLOCK)
 
-    above, mass_above, _, value = _around(logits_ptr, count, cut, largest, temperature, BLOCK)
+    above, mass_above, _, value = _around(logits_ptr, count, cut, largest, temperature, STAGES, BLOCK)
     cut_key = _order_key(value)
     equal_mass = tl.exp((value - largest) / temperature)
     best = tl.full([], float("-inf"), tl.float32)
@@ -329,44 +332,54 @@ def _choose_filtered(
 
 
 @triton.jit
-def _find_cut(logits_ptr, count, low, largest, temperature, top_k, limit, BLOCK: tl.constexpr):
+def _find_cut(
+    logits_ptr, count, low, largest, temperature, top_k, limit, STAGES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """The smallest key with fewer than `top_k` ids, and less mass than `limit`, strictly above it."""
     fails = _order_key(low).to(tl.int64) - 1
     holds = _order_key(largest).to(tl.int64)
     while holds - fails > 1:
-        middle = (holds + fails) >> 1
-        above, mass_above = _above(logits_ptr, count, middle, largest, temperature, BLOCK)
-        if (above < top_k) & (mass_above < limit):
-            holds = middle
-        else:
-            fails = middle
+        step = tl.maximum((holds - fails) // PIVOTS, 1)
+        pivots = tl.minimum(fails + step * (tl.arange(0, PIVOTS) + 1), holds)
+        above, mass_above = _above(logits_ptr, count, pivots, largest, temperature, STAGES, BLOCK)
+        failed = tl.sum((((above >= top_k) | (mass_above >= limit)) & (pivots < holds)).to(tl.int32), axis=0)
+        holds = tl.where(failed < PIVOTS, tl.minimum(fails + step * (failed + 1), holds), holds)
+        fails += step * failed
     return holds
 
 
 @triton.jit
-def _above(logits_ptr, count, key, largest, temperature, BLOCK: tl.constexpr):
-    """How many logits have a greater key, and their mass relative to the largest."""
-    above = tl.zeros([BLOCK], tl.int32)
-    mass_above = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, count, BLOCK, num_stages=3):
+def _above(logits_ptr, count, pivots, largest, temperature, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """For each of the pivots, how many logits have a greater key, and their mass relative to the largest."""
+    above = tl.zeros([PIVOTS, BLOCK], tl.int32)
+    mass_above = tl.zeros([PIVOTS, BLOCK], tl.float32)
+    for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         index = start + tl.arange(0, BLOCK)
         logits = tl.load(logits_ptr + index, mask=index < count, other=float("-inf"))
-        is_above = _order_key(logits) > key
+        is_above = _order_key(logits)[None, :] > pivots[:, None]
         above += is_above.to(tl.int32)
-        mass_above += tl.where(is_above, tl.exp((logits - largest) / temperature), 0.0)
-    return tl.sum(above, axis=0), tl.sum(mass_above, axis=0)
+        mass_above += tl.where(is_above, tl.exp((logits - largest) / temperature)[None, :], 0.0)
+    return tl.sum(above, axis=1), tl.sum(mass_above, axis=1)
 
 
 @triton.jit
-def _around(logits_ptr, count, cut, largest, temperature, BLOCK: tl.constexpr):
+def _around(logits_ptr, count, cut, largest, temperature, STAGES: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest logit at or above the cut: ids and mass above it, ids equal to it, its value."""
     smallest = tl.full([BLOCK], float("inf"), tl.float32)
-    for start in tl.range(0, count, BLOCK, num_stages=3):
+    for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         index = start + tl.arange(0, BLOCK)
         logits = tl.load(logits_ptr + index, mask=index < count, other=float("-inf"))
         smallest = tl.minimum(smallest, tl.where(_order_key(logits) >= cut, logits, float("inf")))
     value = tl.min(smallest, axis=0)
-    key = _order_key(value).to(tl.int64)
-    above, mass_above = _above(logits_ptr, count, key, largest, temperature, BLOCK)
-    at_or_above, _ = _above(logits_ptr, count, key - 1, largest, temperature, BLOCK)
-    return above, mass_above, at_or_above - above, value
+    key = _order_key(value)
+    above = tl.zeros([BLOCK], tl.int32)
+    equal = tl.zeros([BLOCK], tl.int32)
+    mass_above = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, count, BLOCK, num_stages=STAGES):
+        index = start + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + index, mask=index < count, other=float("-inf"))
+        keys = _order_key(logits)
+        above += (keys > key).to(tl.int32)
+        equal += (keys == key).to(tl.int32)
+        mass_above += tl.where(keys > key, tl.exp((logits - largest) / temperature), 0.0)
+    return tl.sum(above, axis=0), tl.sum(mass_above, axis=0), tl.sum(equal, axis=0), value
