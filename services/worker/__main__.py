@@ -24,7 +24,7 @@ OVERDUE_GRACE_S = 10.0  # a supervisor that has not ended an overdue group after
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
-    folder = ModelFolder(settings.model)
+    folder = ModelFolder(settings.model, settings.load_format)
     registry = new_registry("worker")
     supervisor = Supervisor(settings, WorkerMetrics(settings.group, settings.tensor_parallel_size, registry))
 

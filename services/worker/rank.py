@@ -101,13 +101,14 @@ def main() -> None:
     die_with_parent(spec.parent_pid, signal.SIGKILL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    logs.configure(f"rank-{spec.rank}", "info", "console")
+    logs.configure(f"rank-{spec.rank}", spec.log_level, "console")
     reporter = Reporter(spec.socket_fd)
     try:
         engine = build(spec, reporter.progress)
         reporter.send(Ready(engine.facts, engine.memory))
         execute(engine, RingReader(spec.ring_fd, spec.bell_fd, spec.rank, spec.ranks), reporter, answers=spec.rank == 0)
     except LockstepError as error:
+        logger.debug("rank %d ends", spec.rank, exc_info=True)
         reporter.send(Failed(str(error), isinstance(error, ConfigError)))
         os._exit(1)
     except Exception as error:  # the edge of the process: the supervisor ends the group and names the cause

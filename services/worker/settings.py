@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.worker.weights.folder import LoadFormat
 from shared.settings import AdminPort, Settings
 
 
@@ -23,6 +24,7 @@ class WorkerSettings(Settings):
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the group, one GPU or one share of the CPUs each.")
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: its share of the CPUs.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU.")
+    load_format: LoadFormat = Field("auto", description="auto: the folder's safetensors files; random: made up, for benchmarks.")
     max_model_len: int | None = Field(None, ge=1, description="Tokens of prompt and completion together; default: what the model allows.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens of one page of the KV cache.")
     num_pages: int | None = Field(None, ge=2, description="Pages of the KV cache; default: what kv_cache_memory_bytes holds.")

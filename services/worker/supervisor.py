@@ -119,6 +119,8 @@ class Supervisor:
                 ring_fd=ring,
                 bell_fd=bell,
                 socket_fd=theirs.fileno(),
+                load_format=settings.load_format,
+                log_level=settings.log_level,
             )
             process = subprocess.Popen(
                 [sys.executable, "-m", "services.worker.rank", spec_to_json(spec)],

@@ -16,6 +16,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.registry import family
 from services.worker.weights.folder import ModelFolder
 from services.worker.weights.loader import load
+from services.worker.weights.random_weights import randomise
 from shared.errors import ConfigError
 from shared.protocol.plan import ADMISSION_SIZE, HEADER_SIZE, SECTIONS, Int32s, Plan, RowFlag
 
@@ -32,7 +33,7 @@ class TorchEngine:
         progress("meeting the other ranks", 0.0)
         group = communicator(spec.rank, spec.ranks, spec.rendezvous)
 
-        folder = ModelFolder(spec.model)
+        folder = ModelFolder(spec.model, spec.load_format)
         cls = family(folder.config)
         config = cls.config_from_hf(folder.config)
         max_length = spec.max_model_len or config.max_length
@@ -40,7 +41,10 @@ class TorchEngine:
             raise ConfigError(f"max_model_len: {max_length} is more than the model's {config.max_length} positions")
         dtype = DTYPES[spec.dtype]
         self.model = _built(lambda: cls(config, group, max_length), dtype)
-        load(folder, self.model.shards(), progress)
+        if spec.load_format == "random":
+            randomise(folder.config, self.model.shards(), progress)
+        else:
+            load(folder, self.model.shards(), progress, lambda name: name.endswith(".rotary_emb.inv_freq"))
 
         progress("allocating the KV cache", 0.0)
         shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)

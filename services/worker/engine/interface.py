@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from services.worker.weights.folder import LoadFormat
 from shared.protocol.plan import Int32s, Plan
 
 Progress = Callable[[str, float], None]  # (phase, share of it that is done)
@@ -31,6 +32,8 @@ class RankSpec:
     ring_fd: int
     bell_fd: int
     socket_fd: int
+    load_format: LoadFormat = "auto"
+    log_level: str = "info"
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def read_script(path: Path | None) -> Script:
 class ScriptedEngine:
     def __init__(self, spec: RankSpec, progress: Progress) -> None:
         self.script = read_script(spec.script)
-        folder = ModelFolder(spec.model)
+        folder = ModelFolder(spec.model, spec.load_format)
         progress("loading weights", 0.5)
         time.sleep(self.script.load_s)
         max_length = spec.max_model_len or int(folder.config["max_position_embeddings"])

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
-import struct
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.worker.models.config import HFConfig, read_json
+from services.worker.weights.stored import StoredTensor, read_header
 from shared.errors import ConfigError
 from shared.protocol.files import ModelFile
+
+LoadFormat = Literal["auto", "random"]
 
 TEXT_FILES = (
     "tokenizer.json",
@@ -20,16 +22,19 @@ TEXT_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-MAX_HEADER_BYTES = 100 << 20  # of a safetensors file; the format's own bound
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+QUANTISED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # left by AutoGPTQ, AutoAWQ and ModelOpt
 
 
 class ModelFolder:
     """Raises ConfigError, naming the file, for what is missing or unreadable."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, load_format: LoadFormat = "auto") -> None:
+        """load_format: `random` looks at no weight files, there need be none."""
         if not path.is_dir():
             raise ConfigError(f"model: {path} is no folder")
-        self.path = path
+        self.path, self.load_format = path, load_format
         self.config: HFConfig = read_json(path / "config.json")
 
     @cached_property
@@ -55,48 +60,61 @@ class ModelFolder:
         return tuple(sorted(found))
 
     @cached_property
-    def tensors(self) -> dict[str, Path]:
-        """Which safetensors file holds each tensor."""
-        holders: dict[str, Path] = {}
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The checkpoint's tensors by name, file after file; none when weights are random."""
+        found: dict[str, StoredTensor] = {}
         for file in self.weight_files:
-            for name in _header(file):
-                if name in holders:
-                    raise ConfigError(f"{name} is in {holders[name].name} and in {file.name}")
-                holders[name] = file
-        return holders
+            for name, tensor in read_header(file).items():
+                if name in found:
+                    raise ConfigError(f"{name} is in {found[name].file.name} and in {file.name}")
+                found[name] = tensor
+        return found
 
-    @property
+    @cached_property
     def weight_files(self) -> list[Path]:
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            files = sorted({self.path / name for name in read_json(index).get("weight_map", {}).values()})
-        else:
-            files = [self.path / "model.safetensors"]
-        for file in files:
-            if not file.is_file():
-                raise ConfigError(f"{self.path}: no {file.name}")
+        """The safetensors files: those of the index or, without one, `model.safetensors` or all of that layout."""
+        if self.load_format == "random":
+            return []
+        for name in QUANTISED:
+            if (self.path / name).is_file():
+                raise ConfigError(f"{self.path}: {name} says that the weights are quantised, which is not supported")
+        if (self.path / INDEX).is_file():
+            return self._indexed()
+        single = self.path / "model.safetensors"
+        files = [single] if single.is_file() else sorted(self.path.glob("model*.safetensors"))
+        if not files:
+            raise ConfigError(f"{self.path}: {self._without_weights()}")
         return files
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over config.json, tensor names, shapes, dtypes and the hashes of the text files: equal groups are interchangeable."""
-        tensors = {name: [entry["dtype"], entry["shape"]] for file in self.weight_files for name, entry in sorted(_header(file).items())}
-        content = {"config": self.config, "tensors": tensors, "files": {file.name: file.sha256 for file in self.text_files}}
+        tensors = {name: [tensor.dtype, tensor.shape] for name, tensor in sorted(self.tensors.items())}
+        content = {
+            "config": self.config,
+            "tensors": "random" if self.load_format == "random" else tensors,
+            "files": {file.name: file.sha256 for file in self.text_files},
+        }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def _indexed(self) -> list[Path]:
+        weight_map = read_json(self.path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(f"{self.path / INDEX}: no weight_map from tensors to files")
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if name != Path(name).name or not (self.path / name).is_file():
+                raise ConfigError(f"{self.path}: no {name}, which {INDEX} names")
+        return [self.path / name for name in names]
+
+    def _without_weights(self) -> str:
+        """Why there is nothing to load."""
+        if any(self.path.glob("consolidated*.safetensors")):
+            return "only consolidated.safetensors, Mistral's own layout: the files model*.safetensors are needed"
+        for pattern in PICKLES:
+            for file in sorted(self.path.glob(pattern)):
+                return f"{file.name} is a pickle, which can run code when it is read: convert the checkpoint to safetensors"
+        return "no model.safetensors"
 
     def _optional(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name) if (self.path / name).is_file() else {}
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Names, dtypes and shapes of a safetensors file: 8 bytes of size, then JSON."""
-    try:
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            if size > MAX_HEADER_BYTES:
-                raise ConfigError(f"{file}: a header of {size} bytes is no safetensors header")
-            header: dict[str, Any] = json.loads(stream.read(size))
-    except (OSError, ValueError, struct.error) as error:
-        raise ConfigError(f"{file}: not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    return header
