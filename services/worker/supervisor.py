@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from services.worker.engine.interface import Facts, RankSpec
-from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Ready, ResetDone, decode, socket_pair
-from services.worker.metrics import WorkerMetrics
+from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Message, Ready, ResetDone, decode, socket_pair
+from services.worker.metrics import GroupMetrics
 from services.worker.order import LaunchOrder
 from services.worker.rank import spec_to_json
 from services.worker.ring import Kind, RingFull, RingWriter, create_ring
@@ -33,6 +34,9 @@ from shared.protocol.plan import Int32s, Limits, Plan, PlanFlag, check
 logger = logging.getLogger(__name__)
 
 LAUNCH_AHEAD = 2  # iterations; more would delay jumps and cancels
+# Of ranks, where the user has not set it otherwise. Threads that wait by spinning take the CPU from the threads that they wait for,
+# when there are more processes than CPUs: a token of the demo model then took 675 ms instead of 160 (2 shared cores, 2 threads).
+RANK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
 DEADLINE_FACTOR = 10  # a step may take this many times its estimate
 WATCH_EVERY_S = 0.25
 STACKS_S = 0.5  # for a stuck rank to print its stacks
@@ -69,11 +73,16 @@ class _Queued:
 class _Rank:
     def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
         self.process, self.link = process, link
-        self.facts: Facts | None = None
+
+
+class Ring(Protocol):
+    """What the supervisor asks of the way to the ranks: see `RingWriter`."""
+
+    def write(self, kind: Kind, plan: int, payload: bytes = b"") -> None: ...
 
 
 class Supervisor:
-    def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics) -> None:
+    def __init__(self, settings: WorkerSettings, metrics: GroupMetrics) -> None:
         self.settings, self.metrics = settings, metrics
         self._enter("starting ranks", 0.0)
         self.facts: Facts | None = None
@@ -81,7 +90,9 @@ class Supervisor:
         self.slot_epochs = np.zeros(settings.max_num_seqs, dtype=np.int32)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready = asyncio.Event()
+        self._ring: Ring
         self._ranks: list[_Rank] = []
+        self._facts: dict[int, Facts] = {}  # by rank, of those that are ready
         self._queue: LaunchOrder[_Queued] = LaunchOrder()
         self._launched: deque[_Queued] = deque()  # one entry an iteration in the ring, not yet finished
         self._head_since_s = time.monotonic()  # when the oldest launched iteration could start
@@ -93,9 +104,14 @@ class Supervisor:
 
     # Start and end
 
+    @property
+    def num_ranks(self) -> int:
+        """That answer a reset, each for itself."""
+        return self.settings.tensor_parallel_size
+
     def start_ranks(self) -> None:
         """Starts one process a rank; `ready` waits for them."""
-        settings, ranks = self.settings, self.settings.tensor_parallel_size
+        settings, ranks = self.settings, self.num_ranks
         ring = create_ring()
         bells = [os.eventfd(0) for _ in range(ranks)]
         self._ring = RingWriter(ring, bells)
@@ -125,7 +141,7 @@ class Supervisor:
             process = subprocess.Popen(
                 [sys.executable, "-m", "services.worker.rank", spec_to_json(spec)],
                 pass_fds=(ring, bell, theirs.fileno()),
-                env={"GLOO_SOCKET_IFNAME": "lo", **os.environ},
+                env={**RANK_ENVIRONMENT, **os.environ},
             )
             theirs.close()
             ours.setblocking(False)
@@ -188,7 +204,7 @@ class Supervisor:
         self._queue.clear()
         self._reset_number += 1
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._resets[self._reset_number] = (set(range(len(self._ranks))), done)
+        self._resets[self._reset_number] = (set(range(self.num_ranks)), done)
         self._ring.write(Kind.RESET, self._reset_number)
         await asyncio.wait((done, self.failed), return_when=asyncio.FIRST_COMPLETED)
         if self.failed.done():
@@ -225,10 +241,10 @@ class Supervisor:
                 asyncio.get_running_loop().remove_reader(self._ranks[rank].link.fileno())
                 self._fail(GroupFailed(f"rank {rank} ended {_describe(self._ranks[rank].process)}"))
                 return
-            self._on_message(rank, packet)
+            self._on_message(rank, decode(packet))
 
-    def _on_message(self, rank: int, packet: bytes) -> None:
-        match decode(packet):
+    def _on_message(self, rank: int, message: Message) -> None:
+        match message:
             case Done() as done:
                 self._on_done(done)
             case ResetDone(number):
@@ -245,30 +261,31 @@ class Supervisor:
                 self._fail(ConfigError(cause) if config else GroupFailed(f"rank {rank}: {cause}"))
             case Ready(facts, memory):
                 self.metrics.memory(rank, memory)
-                self._ranks[rank].facts = facts
+                self._facts[rank] = facts
                 self._become_ready()
 
     def _become_ready(self) -> None:
-        facts = {rank.facts for rank in self._ranks}
-        if None in facts:
+        if len(self._facts) < self.num_ranks:
             return
+        facts = set(self._facts.values())
         if len(facts) > 1:
             self._fail(GroupFailed(f"the ranks disagree: {facts}"))
             return
-        (agreed,) = facts
-        assert agreed is not None
-        settings = self.settings
-        self.facts = agreed
-        self.limits = Limits(
-            slots=settings.max_num_seqs,
-            pages=agreed.pages,
-            page_size=settings.page_size,
-            max_length=agreed.max_length,
-            max_step_tokens=settings.max_step_tokens,
-            vocab_size=agreed.vocab_size,
-        )
+        (self.facts,) = facts
+        self.limits = self.limits_of(self.facts)
         self._enter("ready", 1.0)
         self._ready.set()
+
+    def limits_of(self, facts: Facts) -> Limits:
+        settings = self.settings
+        return Limits(
+            slots=settings.max_num_seqs,
+            pages=facts.pages,
+            page_size=settings.page_size,
+            max_length=facts.max_length,
+            max_step_tokens=settings.max_step_tokens,
+            vocab_size=facts.vocab_size,
+        )
 
     def _on_done(self, done: Done) -> None:
         queued = self._launched.popleft()
