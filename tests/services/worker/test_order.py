@@ -38,6 +38,16 @@ def test_at_most_one_jump_between_two_iterations_and_jumps_in_their_own_order() 
     assert launch(order) == "JaKaLM"  # nothing is left that L and M could hold up
 
 
+def test_what_came_after_a_jump_waits_for_it() -> None:
+    order: LaunchOrder[str] = LaunchOrder()
+    order.add("a", 1, jump=False)
+    order.add("J", 1, jump=True)
+    order.add("K", 1, jump=True)
+    order.add("b", 1, jump=False)
+    order.add("L", 1, jump=True)
+    assert launch(order) == "JaKbL"
+
+
 def test_nothing_is_left_after_clear() -> None:
     order: LaunchOrder[str] = LaunchOrder()
     order.add("a", 2, jump=False)
