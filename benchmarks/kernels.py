@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
+from kernels.moe import moe, route
 from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_and_store
@@ -207,6 +208,25 @@ def sampling_cases() -> Iterator[Case]:
             yield Case(f"B={rows} temperature {temperature} top_k {top_k} top_p {top_p}", work, "TB/s", [ours])
 
 
+def moe_cases() -> Iterator[Case]:
+    """Qwen3-30B-A3B's experts. Work: the weights of the chosen experts or, where that takes longer, the products."""
+    num_experts, hidden, inner, choices = 128, 2048, 768, 8
+    gate_up = randn(num_experts, 2 * inner, hidden) / hidden**0.5
+    down = randn(num_experts, hidden, inner) / inner**0.5
+    logits = randn(256, num_experts)
+    yield Case("route T=256 E=128 C=8", 2.0 * logits.numel(), "TB/s", [partial(route, logits, choices, True)])
+    for tokens in (1, 8, 32, 128, 256, 1024, 8192):
+        x = randn(tokens, hidden)
+        routes = [route(randn(tokens, num_experts), choices, True) for _ in range(8 if tokens <= 32 else 1)]
+        launches: list[Launch] = [partial(moe, x, gate_up, down, *routed) for routed in routes]
+        chosen = sum(len(experts.unique()) for _, experts in routes) / len(routes)
+        name = f"T={tokens} D={hidden} E={num_experts} C={choices} I={inner}"
+        if tokens <= 1024:
+            yield Case(name, chosen * 6 * hidden * inner, "TB/s", launches)
+        else:
+            yield Case(name, 6.0 * tokens * choices * hidden * inner, "TFLOP/s", launches)
+
+
 OPERATIONS: dict[str, Callable[[], Iterator[Case]]] = {
     "add_rms_norm": norm_cases,
     "silu_and_mul": activation_cases,
@@ -214,6 +234,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Case]]] = {
     "rope_and_store": rope_cases,
     "decode_attention": decode_cases,
     "prefill_attention": prefill_cases,
+    "moe": moe_cases,
     "sampling": sampling_cases,
 }
 

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels import decode_attention, embedding, launch, prefill_attention, rms_norm, rope, sampling, silu_and_mul
+from kernels import decode_attention, embedding, launch, moe, prefill_attention, rms_norm, rope, sampling, silu_and_mul
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels do not compile")
@@ -102,6 +102,12 @@ def attention(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = 
         prefill_attention.prefill_attention_triton(q, cache, cache, int32(4, 512), int32(4), int32(5), int32(4), 300, 0.1, window)
 
 
+def mixture(tokens: int) -> None:
+    logits, gate_up, down = zeros(tokens, 16), zeros(16, 512, 512), zeros(16, 512, 256)
+    weights, experts = moe.route_triton(logits, 8, True)
+    moe.moe_triton(zeros(tokens, 512), gate_up, down, weights, experts)
+
+
 def samplers() -> None:
     logits, number = zeros(4, 151936, dtype=torch.float32), zeros(4, dtype=torch.float32)
     sampling.greedy_triton(logits)
@@ -116,12 +122,12 @@ def samplers() -> None:
         (pointwise, ()),
         (rotations, ()),
         (attention, (64, 14, 2)),
-        (attention, (80, 4, 4)),
-        (attention, (96, 9, 3)),
-        (attention, (128, 16, 8)),
         (attention, (128, 40, 8)),
         (attention, (256, 16, 8)),
-        (attention, (128, 4, 2, torch.float32)),
+        (mixture, (8,)),  # mean assignments of an expert up to 8, 32, 128 and above
+        (mixture, (64,)),
+        (mixture, (256,)),
+        (mixture, (1024,)),
         (samplers, ()),
     ],
 )
@@ -135,7 +141,7 @@ def test_compiles_within_registers_and_shared_memory(
         noted.append(Launch(kernel, {**dict(zip(kernel.arg_names, positional, strict=False)), **named}, options))
 
     monkeypatch.setattr(JITFunction, "run", note)
-    for module in (launch, prefill_attention):
+    for module in (launch, moe, prefill_attention):
         monkeypatch.setattr(module, "capability", lambda device: divmod(capability, 10))
     monkeypatch.setattr(decode_attention, "multiprocessors", lambda device: 132)
     operations(*arguments)

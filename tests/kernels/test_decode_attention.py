@@ -20,6 +20,7 @@ LENGTHS = [1, 17, 64, 65, 150] if INTERPRETED else [1, 17, 64, 65, 190, 1000, 98
         (5, 1, 128, 16, 70, 8),
         (4, 4, 256, 64, None, 2),
         (32, 1, 64, 16, 5, 2),
+        (8, 2, 256, 16, 40, None),
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,6 +63,25 @@ def test_with_fixed_splits_a_row_is_the_same_in_every_batch():
         one = slice(row, row + 1)
         alone = decode_attention_triton(q[one], cache.k_cache, cache.v_cache, cache.page_table, slots[one], lengths[one], 0.1, None, 4)
         assert together[one].equal(alone)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="takes a CUDA graph")
+def test_a_captured_launch_follows_the_lengths_on_the_device():
+    cache = PagedCache([700, 300], 2, 128, 16, torch.bfloat16)
+    q, scale = randn(2, 8, 128, seed=1, dtype=torch.bfloat16), 0.1
+    slots, lengths = torch.tensor([[0, 1], [5, 9]], dtype=torch.int32, device=DEVICE)
+    arguments = (q, cache.k_cache, cache.v_cache, cache.page_table, slots, lengths, scale)
+    decode_attention_triton(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention_triton(*arguments)
+    for row_lengths in ([700, 300], [64, 65], [0, 1], [650, 2]):
+        lengths.copy_(torch.tensor(row_lengths))
+        graph.replay()
+        for row, length in enumerate(row_lengths):
+            k, v = (tokens[:length] for tokens in cache.tokens(row))
+            expected = attention(q[row : row + 1], k, v, scale, None) if length else torch.zeros(1, 8, 128, device=DEVICE)
+            assert_near(out[row : row + 1], expected, ulps=2)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="takes a cache of more than 2**31 elements")

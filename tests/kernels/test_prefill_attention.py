@@ -28,6 +28,7 @@ def int32(values: list[int]) -> Tensor:
         (5, 1, 128, 16, 70),
         (4, 4, 256, 64, None),
         (8, 2, 64, 16, 5),
+        (8, 2, 256, 16, 40),
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
