@@ -28,7 +28,7 @@ class Series(NamedTuple):
 
 def worker() -> CollectorRegistry:
     registry = new_registry("worker")
-    metrics = WorkerMetrics("group-0", 1, registry)
+    metrics = WorkerMetrics(registry).group("group-0", 1)
     metrics.watch(lambda: True, lambda: 0, lambda: [os.getpid()])
     metrics.phase("loading weights", 0.5)
     metrics.memory(0, Memory(1, 1))

@@ -1,4 +1,4 @@
-"""`python -m services.worker`: the supervisor of one worker group and, as its children, the ranks."""
+"""`python -m services.worker`: the supervisor of one worker group and, as its children, the ranks; of simulated groups, several."""
 
 import asyncio
 import logging
@@ -6,10 +6,13 @@ import logging
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.worker.engine.simulated import fingerprint
 from services.worker.metrics import WorkerMetrics
-from services.worker.server import ExecutionService
+from services.worker.server import ExecutionService, ServedGroup
 from services.worker.settings import WorkerSettings
-from services.worker.supervisor import Supervisor
+from services.worker.simulated_group import SimulatedSupervisor, language_of
+from services.worker.supervisor import GroupFailed, Supervisor
+from services.worker.timers import Timers
 from services.worker.weights.folder import ModelFolder
 from shared.admin import admin
 from shared.metrics import new_registry
@@ -21,46 +24,80 @@ from shared.service import run
 logger = logging.getLogger("services.worker")
 
 OVERDUE_GRACE_S = 10.0  # a supervisor that has not ended an overdue group after this long is stuck itself
+RESTART_S = 1.0  # that a simulated group stays away after it failed, when it is one of several
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    simulated = settings.engine == "simulated"
     folder = ModelFolder(settings.model, settings.load_format)
     registry = new_registry("worker")
-    supervisor = Supervisor(settings, WorkerMetrics(settings.group, settings.tensor_parallel_size, registry))
+    metrics = WorkerMetrics(registry)
+    timers = Timers() if simulated else None
+
+    def supervise(name: str) -> Supervisor:
+        own, its_metrics = settings.model_copy(update={"group": name}), metrics.group(name, settings.tensor_parallel_size)
+        return Supervisor(own, its_metrics) if timers is None else SimulatedSupervisor(own, folder, timers, its_metrics)
+
+    groups = [ServedGroup(supervise(name)) for name in settings.group_names]
+    healthy = health.aio.HealthServicer()
 
     def readiness() -> str | None:
-        if supervisor.facts is None:
-            return f"{supervisor.phase}: {supervisor.progress:.0%}"
+        for supervisor in (group.supervisor for group in groups):
+            if supervisor.facts is None or supervisor.failed.done():
+                return f"{supervisor.phase}: {supervisor.progress:.0%}"
         return "stopping" if stop.is_set() else None
 
+    def overdue() -> str | None:
+        return next((reason for group in groups if (reason := group.supervisor.overdue(OVERDUE_GRACE_S)) is not None), None)
+
+    async def keep(group: ServedGroup) -> None:
+        """Until its end, which is the process's; one of several simulated groups starts anew instead."""
+        while True:
+            supervisor = group.supervisor
+            try:
+                await supervisor.ready()
+                name, facts = supervisor.settings.group, supervisor.facts
+                logger.info("%s is ready: %s, tp %d, %s", name, settings.model.name, settings.tensor_parallel_size, facts)
+                if readiness() is None:
+                    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+                await asyncio.wait((supervisor.failed,))  # which a cancelled task leaves alone
+                supervisor.failed.result()
+            except GroupFailed as error:
+                if len(groups) == 1:
+                    raise
+                logger.error("%s failed, and starts anew: %s", supervisor.settings.group, error)
+                supervisor.stop()
+                group.supervise(supervise(supervisor.settings.group))
+                await asyncio.sleep(RESTART_S)
+                group.supervisor.start_ranks()
+
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    async with admin(settings, registry, readiness, lambda: supervisor.overdue(OVERDUE_GRACE_S)) as admin_port:
+    async with admin(settings, registry, readiness, overdue) as admin_port:
         try:
-            supervisor.start_ranks()  # first: their imports take longest
-            service = ExecutionService(supervisor, folder, await asyncio.to_thread(lambda: folder.fingerprint))
+            for group in groups:
+                group.supervisor.start_ranks()  # first: their imports take longest
+            own = await asyncio.to_thread(lambda: fingerprint(folder, language_of(settings, folder)) if simulated else folder.fingerprint)
+            service = ExecutionService(groups, folder, own)
             add_ExecutionServicer_to_server(service, server)
-            healthy = health.aio.HealthServicer()
             health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
             await healthy.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             port = await start_server(server, settings.host, settings.port)
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
             stopping = asyncio.create_task(stop.wait())
-            ready = asyncio.create_task(supervisor.ready())
-            await asyncio.wait((stopping, ready), return_when=asyncio.FIRST_COMPLETED)
-            if not stop.is_set():
-                await ready
-                await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-                assert supervisor.facts is not None
-                logger.info("ready on port %d: %s, tp %d, %s", port, settings.model.name, settings.tensor_parallel_size, supervisor.facts)
-                await asyncio.wait((stopping, supervisor.failed), return_when=asyncio.FIRST_COMPLETED)
-                if supervisor.failed.done():
-                    supervisor.failed.result()
-            ready.cancel()
+            keepers = [asyncio.create_task(keep(group)) for group in groups]
+            done, pending = await asyncio.wait((stopping, *keepers), return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+            for task in done:
+                task.result()
             service.announce_draining(0)
         finally:
             await server.stop(0.2)
-            supervisor.stop()
+            for group in groups:
+                group.supervisor.stop()
+            if timers is not None:
+                timers.close()
 
 
 def main() -> None:

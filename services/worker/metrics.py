@@ -17,45 +17,60 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class WorkerMetrics:
-    """Of one group, whose name is the label `engine`, as in the scheduler's series."""
+    """Of all groups of this process; the label `engine` is a group's name, as in the scheduler's series."""
 
-    def __init__(self, engine: str, ranks: int, registry: CollectorRegistry) -> None:
-        self._engine, self._registry = engine, registry
+    def __init__(self, registry: CollectorRegistry) -> None:
         labels = ["engine"]
-        step = Histogram(
+        self.step = Histogram(
             "lockstep_worker_step_seconds",
             "Time of one iteration, by whether it had prefill rows.",
             ["engine", "kind"],
             buckets=STEP_BUCKETS,
             registry=registry,
         )
-        self._steps = {kind: step.labels(engine, kind) for kind in ("decode", "prefill")}
-        self._busy = Counter("lockstep_worker_busy_seconds", "Time in which the group computed.", labels, registry=registry).labels(engine)
-        self._idle = Counter(
+        self.busy = Counter("lockstep_worker_busy_seconds", "Time in which the group computed.", labels, registry=registry)
+        self.idle = Counter(
             "lockstep_worker_idle_seconds", "Time between iterations in which the group had nothing to compute.", labels, registry=registry
-        ).labels(engine)
-        self._plans = Counter("lockstep_worker_plans", "Plans that were executed in full.", labels, registry=registry).labels(engine)
-        self._refused = Counter(
-            "lockstep_worker_plans_refused", "Plans that were not executed since they could have done harm.", labels, registry=registry
-        ).labels(engine)
-        self._streams = Counter("lockstep_worker_streams", "Execute streams that took the group over.", labels, registry=registry).labels(
-            engine
         )
-        memory = Gauge(
+        self.plans = Counter("lockstep_worker_plans", "Plans that were executed in full.", labels, registry=registry)
+        self.refused = Counter(
+            "lockstep_worker_plans_refused", "Plans that were not executed since they could have done harm.", labels, registry=registry
+        )
+        self.streams = Counter("lockstep_worker_streams", "Execute streams that took the group over.", labels, registry=registry)
+        self.ready = Gauge("lockstep_worker_ready", "1 while the group can compute.", labels, registry=registry)
+        self.queued = Gauge("lockstep_worker_queued_plans", "Plans that have come and are not launched in full.", labels, registry=registry)
+        self.device_memory = Gauge(
             "lockstep_worker_device_memory_bytes", "Device memory of a rank, by use.", ["engine", "rank", "use"], registry=registry
         )
-        self._memory = [{use: memory.labels(engine, str(rank), use) for use in ("weights", "kv_cache")} for rank in range(ranks)]
-        self._startup = _Startup(engine)
-        registry.register(self._startup)
+        self.startup = _Startup()
+        self.rank_memory = _RankMemory()
+        registry.register(self.startup)
+        registry.register(self.rank_memory)
+
+    def group(self, engine: str, ranks: int) -> "GroupMetrics":
+        """The series of a group; those that it had before, when it starts anew."""
+        return GroupMetrics(self, engine, ranks)
+
+
+class GroupMetrics:
+    """Of one group."""
+
+    def __init__(self, all_groups: WorkerMetrics, engine: str, ranks: int) -> None:
+        self._all, self._engine = all_groups, engine
+        self._steps = {kind: all_groups.step.labels(engine, kind) for kind in ("decode", "prefill")}
+        self._busy, self._idle = all_groups.busy.labels(engine), all_groups.idle.labels(engine)
+        self._plans, self._refused = all_groups.plans.labels(engine), all_groups.refused.labels(engine)
+        self._streams = all_groups.streams.labels(engine)
+        self._memory = [
+            {use: all_groups.device_memory.labels(engine, str(rank), use) for use in ("weights", "kv_cache")} for rank in range(ranks)
+        ]
+        self._startup = all_groups.startup.groups[engine] = _GroupStartup()
 
     def watch(self, ready: Callable[[], bool], queued_plans: Callable[[], int], rank_pids: Callable[[], list[int]]) -> None:
         """What is read anew by each scrape, in a thread of its own."""
-        for name, documentation, read in (
-            ("lockstep_worker_ready", "1 while the group can compute.", ready),
-            ("lockstep_worker_queued_plans", "Plans that have come and are not launched in full.", queued_plans),
-        ):
-            Gauge(name, documentation, ["engine"], registry=self._registry).labels(self._engine).set_function(read)
-        self._registry.register(_RankMemory(self._engine, rank_pids))
+        self._all.ready.labels(self._engine).set_function(ready)
+        self._all.queued.labels(self._engine).set_function(queued_plans)
+        self._all.rank_memory.pids[self._engine] = rank_pids
 
     def phase(self, phase: str, progress: float) -> None:
         """Start-up has come so far."""
@@ -82,13 +97,13 @@ class WorkerMetrics:
         self._streams.inc()
 
 
-class _Startup(Collector):
-    """How long each phase took, the current one so far; `ready` is where it ends."""
+class _GroupStartup:
+    """How long each phase of a group's start took, the current one so far; `ready` is where it ends."""
 
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._seconds: dict[str, float] = {}  # of the phases that are over
-        self._phase, self._progress, self._since = "", 0.0, time.monotonic()
+        self._phase, self._since = "", time.monotonic()
+        self.progress = 0.0
 
     def advance(self, phase: str, progress: float) -> None:
         now = time.monotonic()
@@ -96,36 +111,46 @@ class _Startup(Collector):
             if self._phase:
                 self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
             self._phase, self._since = phase, now
-        self._progress = progress
+        self.progress = progress
 
-    def collect(self) -> Iterable[Metric]:
+    def seconds(self) -> dict[str, float]:
         phase, seconds = self._phase, dict(self._seconds)
         if phase and phase != "ready":
             seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - self._since
+        return seconds
+
+
+class _Startup(Collector):
+    def __init__(self) -> None:
+        self.groups: dict[str, _GroupStartup] = {}  # by engine
+
+    def collect(self) -> Iterable[Metric]:
         durations = GaugeMetricFamily(
             "lockstep_worker_startup_seconds", "Time that a phase of start-up took, or has taken so far.", labels=["engine", "phase"]
         )
-        for name, value in seconds.items():
-            durations.add_metric([self._engine, name], value)
         progress = GaugeMetricFamily(
             "lockstep_worker_startup_progress_ratio", "Share of the current phase that is done.", labels=["engine"]
         )
-        progress.add_metric([self._engine], self._progress)
+        for engine, startup in list(self.groups.items()):
+            for phase, seconds in startup.seconds().items():
+                durations.add_metric([engine, phase], seconds)
+            progress.add_metric([engine], startup.progress)
         return durations, progress
 
 
 class _RankMemory(Collector):
     """Main memory of the ranks' processes; the supervisor's own is `process_resident_memory_bytes`."""
 
-    def __init__(self, engine: str, pids: Callable[[], list[int]]) -> None:
-        self._engine, self._pids = engine, pids
+    def __init__(self) -> None:
+        self.pids: dict[str, Callable[[], list[int]]] = {}  # by engine
 
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
             "lockstep_worker_rank_resident_memory_bytes", "Main memory of a rank's process.", labels=["engine", "rank"]
         )
-        for rank, pid in enumerate(self._pids()):
-            family.add_metric([self._engine, str(rank)], _resident_bytes(pid))
+        for engine, pids in list(self.pids.items()):
+            for rank, pid in enumerate(pids()):
+                family.add_metric([engine, str(rank)], _resident_bytes(pid))
         return [family]
 
 

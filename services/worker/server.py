@@ -1,4 +1,4 @@
-"""The worker's gRPC side: who may send plans to the group, and what it is told."""
+"""The worker's gRPC side: who may send plans to its groups, and what it is told."""
 
 import asyncio
 import logging
@@ -54,22 +54,27 @@ class ExecuteStream:
         )
 
 
-class ExecutionService(ExecutionServicer):
-    def __init__(self, supervisor: Supervisor, folder: ModelFolder, fingerprint: str) -> None:
-        self.supervisor, self.folder, self.fingerprint = supervisor, folder, fingerprint
+class ServedGroup:
+    """A group and the stream that has it."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
         self.current: ExecuteStream | None = None
         self.highest = (0, 0)  # (epoch, stream) of all hellos taken
+        self.supervise(supervisor)
+
+    def supervise(self, supervisor: Supervisor) -> None:
+        """The group starts anew."""
+        self.supervisor = supervisor
         supervisor.failed.add_done_callback(self._on_failure)
 
-    async def Describe(self, request: pb.ExecutionDescribeRequest, context: Context) -> pb.ExecutionDescribeResponse:
-        await _checked_version(request.protocol_version, context)
+    def describe(self, fingerprint: str) -> pb.WorkerGroup:
         supervisor, settings = self.supervisor, self.supervisor.settings
         group = pb.WorkerGroup(
             name=settings.group,
-            ready=supervisor.facts is not None,
+            ready=supervisor.facts is not None and not supervisor.failed.done(),
             phase=supervisor.phase,
             progress=supervisor.progress,
-            fingerprint=self.fingerprint,
+            fingerprint=fingerprint,
             tp=settings.tensor_parallel_size,
             page_size=settings.page_size,
             slots=settings.max_num_seqs,
@@ -82,29 +87,53 @@ class ExecutionService(ExecutionServicer):
             group.max_length = supervisor.facts.max_length
             group.vocab_size = supervisor.facts.vocab_size
             group.eos_ids.extend(supervisor.facts.eos_ids)
-        return pb.ExecutionDescribeResponse(protocol_version=PROTOCOL_VERSION, groups=[group])
+        return group
+
+    def announce_draining(self, remaining_ms: int) -> None:
+        if self.current is not None:
+            self.current.outbox.put(pb.ExecutionExecuteResponse(draining=pb.Draining(remaining_ms=remaining_ms)))
+            self.current.outbox.close()
+
+    def _on_failure(self, failed: asyncio.Future[None]) -> None:
+        """Lets the scheduler know the cause, not only that the connection broke."""
+        error = failed.exception()
+        if self.current is not None and isinstance(error, LockstepError):
+            self.current.outbox.close(error)
+
+
+class ExecutionService(ExecutionServicer):
+    def __init__(self, groups: list[ServedGroup], folder: ModelFolder, fingerprint: str) -> None:
+        self.groups = {group.supervisor.settings.group: group for group in groups}
+        self.folder, self.fingerprint = folder, fingerprint
+
+    async def Describe(self, request: pb.ExecutionDescribeRequest, context: Context) -> pb.ExecutionDescribeResponse:
+        await _checked_version(request.protocol_version, context)
+        groups = [group.describe(self.fingerprint) for group in self.groups.values()]
+        return pb.ExecutionDescribeResponse(protocol_version=PROTOCOL_VERSION, groups=groups)
 
     async def Files(self, request: pb.ExecutionFilesRequest, context: Context) -> AsyncIterator[pb.ExecutionFilesResponse]:
-        await self._check_group(request.group, context)
+        await self._group(request.group, context)
         for message in messages(self.folder.text_files, pb.ExecutionFilesResponse):
             yield message
 
     async def Execute(self, requests: Requests, context: Context) -> AsyncIterator[pb.ExecutionExecuteResponse]:
         incoming = received(requests, "the scheduler")
-        stream = await self._take_over(await self._hello(incoming, context), context)
+        hello, group = await self._hello(incoming, context)
+        stream = await self._take_over(hello, group, context)
+        supervisor = group.supervisor
         reader: asyncio.Task[None] | None = None
         try:
-            highest_slot_epoch = await self.supervisor.reset()
-            self.supervisor.metrics.stream_taken()
+            highest_slot_epoch = await supervisor.reset()
+            supervisor.metrics.stream_taken()
             logger.info("stream %d.%d: a scheduler has taken over", stream.epoch, stream.number)
             welcome = pb.ExecuteWelcome(protocol_version=PROTOCOL_VERSION, highest_slot_epoch=highest_slot_epoch)
             stream.outbox.put(pb.ExecutionExecuteResponse(welcome=welcome))
-            reader = asyncio.create_task(self._read(incoming, stream))
+            reader = asyncio.create_task(self._read(incoming, group, supervisor, stream))
             async for message in stream.outbox:
                 yield message
             logger.warning("stream %d.%d: the scheduler has gone", stream.epoch, stream.number)
         except PlanError as error:
-            self.supervisor.metrics.plan_refused()
+            supervisor.metrics.plan_refused()
             logger.error("stream %d.%d: plan refused: %s", stream.epoch, stream.number, error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Fenced as error:
@@ -120,10 +149,10 @@ class ExecutionService(ExecutionServicer):
         finally:
             if reader is not None:
                 reader.cancel()
-            if self.current is stream:
-                self.current = None
+            if group.current is stream:
+                group.current = None
 
-    async def _hello(self, incoming: Requests, context: Context) -> pb.ExecuteHello:
+    async def _hello(self, incoming: Requests, context: Context) -> tuple[pb.ExecuteHello, ServedGroup]:
         try:
             async with asyncio.timeout(CONNECT_S):
                 first = await anext(incoming, pb.ExecutionExecuteRequest())
@@ -132,48 +161,43 @@ class ExecutionService(ExecutionServicer):
         if first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an Execute stream is its hello")
         await _checked_version(first.hello.protocol_version, context)
-        await self._check_group(first.hello.group, context)
-        if self.supervisor.facts is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{first.hello.group} is not ready: {self.supervisor.phase}")
-        return first.hello
+        group = await self._group(first.hello.group, context)
+        if group.supervisor.facts is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{first.hello.group} is not ready: {group.supervisor.phase}")
+        return first.hello, group
 
-    async def _take_over(self, hello: pb.ExecuteHello, context: Context) -> ExecuteStream:
+    async def _take_over(self, hello: pb.ExecuteHello, group: ServedGroup, context: Context) -> ExecuteStream:
         """The older stream is fenced and its queue discarded before anything of the new one is read."""
-        if (hello.epoch, hello.stream) <= self.highest:
-            seen = "epoch {}, stream {}".format(*self.highest)
+        if (hello.epoch, hello.stream) <= group.highest:
+            seen = "epoch {}, stream {}".format(*group.highest)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"the highest seen is {seen}: say hello with more than that")
-        self.highest = (hello.epoch, hello.stream)
-        if self.current is not None:
-            self.current.outbox.close(Fenced(f"epoch {hello.epoch}, stream {hello.stream} has taken the group over"))
-        self.current = ExecuteStream(hello.epoch, hello.stream)
-        return self.current
+        group.highest = (hello.epoch, hello.stream)
+        if group.current is not None:
+            group.current.outbox.close(Fenced(f"epoch {hello.epoch}, stream {hello.stream} has taken the group over"))
+        group.current = ExecuteStream(hello.epoch, hello.stream)
+        return group.current
 
-    async def _read(self, incoming: Requests, stream: ExecuteStream) -> None:
+    async def _read(self, incoming: Requests, group: ServedGroup, supervisor: Supervisor, stream: ExecuteStream) -> None:
         """Plans to the supervisor, until the stream ends one way or the other."""
         try:
             async for message in incoming:
-                if self.current is not stream:
+                if group.current is not stream:
                     return
                 if message.WhichOneof("message") == "plan":
-                    self.supervisor.submit(decode(message.plan), message.plan, stream.on_result)
+                    supervisor.submit(decode(message.plan), message.plan, stream.on_result)
             stream.outbox.close()
         except LockstepError as error:
             stream.outbox.close(error)
 
-    async def _check_group(self, name: str, context: Context) -> None:
-        if name != self.supervisor.settings.group:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no group {name!r} here, only {self.supervisor.settings.group!r}")
-
-    def _on_failure(self, failed: asyncio.Future[None]) -> None:
-        """Lets the scheduler know the cause, not only that the connection broke."""
-        error = failed.exception()
-        if self.current is not None and isinstance(error, LockstepError):
-            self.current.outbox.close(error)
+    async def _group(self, name: str, context: Context) -> ServedGroup:
+        group = self.groups.get(name)
+        if group is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no group {name!r} here, only {', '.join(map(repr, self.groups))}"[:500])
+        return group
 
     def announce_draining(self, remaining_ms: int) -> None:
-        if self.current is not None:
-            self.current.outbox.put(pb.ExecutionExecuteResponse(draining=pb.Draining(remaining_ms=remaining_ms)))
-            self.current.outbox.close()
+        for group in self.groups.values():
+            group.announce_draining(remaining_ms)
 
 
 async def _checked_version(theirs: str, context: Context) -> None:

@@ -1,11 +1,12 @@
 """Settings of a worker."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.worker.faults import Fault
 from services.worker.weights.folder import LoadFormat
 from shared.settings import AdminPort, Settings
 
@@ -19,7 +20,9 @@ class WorkerSettings(Settings):
     admin_port: AdminPort = 9102
     model: Path = Field(description="Model folder in Hugging Face's layout: config.json, safetensors, tokenizer.")
     group: str = Field("group-0", min_length=1, max_length=64, description="Name of the worker group in logs and metrics.")
-    engine: Literal["torch", "scripted"] = Field("torch", description="scripted: plays given token ids, computes nothing.")
+    engine: Literal["torch", "scripted", "simulated"] = Field(
+        "torch", description="scripted: plays given token ids, computes nothing; simulated: keeps the timing of a GPU."
+    )
     script: Path | None = Field(None, description="What the scripted engine plays: see services/worker/engine/scripted.py.")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the group, one GPU or one share of the CPUs each.")
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: its share of the CPUs.")
@@ -32,4 +35,21 @@ class WorkerSettings(Settings):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Requests that the group computes at a time.")
     max_step_tokens: int = Field(2048, ge=1, le=65536, description="Most tokens of one step, decodes and prefill together.")
     step_deadline_s: float = Field(60.0, gt=0, description="A step may take this long, or 10 times its estimate if that is more.")
+    groups: int = Field(1, ge=1, le=1024, description="Groups in this process, GROUP-0, GROUP-1 ...: simulated ones only.")
+    simulated_gpu: Literal["a100", "h100", "h200", "l40s"] = Field("h200", description="Whose timing the simulated engine keeps.")
+    simulated_model: Literal["0.6b", "8b", "14b"] | None = Field(
+        None, description="Whose size the simulated engine has; default: what the model folder's config.json says."
+    )
+    simulated_mean_tokens: int = Field(300, ge=0, description="Of a simulated completion that may end by itself; 0: none does.")
+    simulated_faults: list[Fault] = Field([], description="Faults of simulated groups, as JSON: see docs/simulation.md.")
     start_deadline_s: float = Field(1800.0, gt=0, description="Ranks that are not ready after this long end the worker.")
+
+    @model_validator(mode="after")
+    def only_simulated_groups_share_a_process(self) -> Self:
+        if self.groups > 1 and self.engine != "simulated":
+            raise ValueError(f"groups={self.groups} needs engine=simulated, got {self.engine}")
+        return self
+
+    @property
+    def group_names(self) -> list[str]:
+        return [self.group] if self.groups == 1 else [f"{self.group}-{number}" for number in range(self.groups)]
