@@ -179,7 +179,8 @@ class EngineMetrics:
     def tokens(self, gaps_s: NDArray[np.float64]) -> None:
         """One iteration's tokens, each with the time since the one before it in its request; NaN where there was none."""
         self._generation.inc(len(gaps_s))
-        self._itl.observe_all(gaps_s[~np.isnan(gaps_s)])
+        # A burst's tokens are dated back by measured step times, perhaps to before the last one that was seen.
+        self._itl.observe_all(np.maximum(gaps_s[~np.isnan(gaps_s)], 0.0))
 
     def first_token(self, prompt_tokens: int, queue_s: float, prefill_s: float) -> None:
         """Of a request that was not resumed."""

@@ -214,23 +214,35 @@ def test_a_stop_string_that_the_gateway_meets_is_a_stop(stopped: bool, reason: s
 def test_a_whole_run_is_timed_by_the_scheduler_and_leaves_nothing_behind() -> None:
     run = Run()
     run.add_group()
-    run.submit(1, max_tokens=3)
+    run.submit(1, max_tokens=2)
     run.submit(2, max_tokens=1)
     assert run.metrics.value("lockstep_num_requests_waiting") == 1
-    for now in (0.5, 0.75, 1.0):
+    for now in (0.5, 0.75):
         run.compute(now)
     assert run.metrics.value("lockstep_time_to_first_token_seconds_sum") == 0.5
-    assert run.metrics.value("lockstep_inter_token_latency_seconds_sum") == 0.5
-    assert run.metrics.value("lockstep_e2e_request_latency_seconds_sum") == 1.0
-    run.compute(1.5)
-    while run.plans:
-        run.compute(2.0)
-    assert run.metrics.value("lockstep_request_queue_time_seconds_sum") == 1.0
-    assert run.metrics.value("lockstep_generation_tokens_total") == 4
+    assert run.metrics.value("lockstep_inter_token_latency_seconds_sum") == 0.25
+    assert run.metrics.value("lockstep_e2e_request_latency_seconds_sum") == 0.75
+    run.compute(1.0)
+    assert run.metrics.value("lockstep_request_queue_time_seconds_sum") == 0.75
+    assert run.metrics.value("lockstep_generation_tokens_total") == 3
     assert run.metrics.value("lockstep_prompt_tokens_total") == 6
     assert run.metrics.value("lockstep_request_success_total", finished_reason="length") == 2
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "scheduler_lead_seconds"):
         assert run.metrics.value(f"lockstep_{gauge}") == 0
+
+
+def test_each_iteration_of_a_burst_is_a_step_with_tokens_of_its_own() -> None:
+    run = Run()
+    run.add_group()
+    run.submit(1, max_tokens=9)
+    computed = 0
+    while run.plans:
+        computed += 1
+        run.compute(0.1 * computed)
+    assert computed < 9, "no bursts: this test shows nothing"
+    assert run.metrics.value("lockstep_iteration_tokens_total_count") == run.metrics.value("lockstep_scheduler_step_seconds_count") == 9
+    assert run.metrics.value("lockstep_inter_token_latency_seconds_count") == 8
+    assert run.metrics.value("lockstep_inter_token_latency_seconds_sum") == pytest.approx(0.1 * (computed - 1), abs=0.02)
 
 
 def test_a_superseded_attempt_is_not_an_end() -> None:
