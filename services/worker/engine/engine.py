@@ -1,24 +1,28 @@
 """The engine that computes: a model, its KV cache and its slots on one rank's device."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kernels.plan_unpack import plan_unpack
-from services.worker.distributed.communicator import communicator
+from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.batch import Batch
 from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
 from services.worker.engine.slots import Slots
 from services.worker.kvcache import CacheShape, allocate
+from services.worker.layers.backends import fast_backends
 from services.worker.layers.linear import head_share
 from services.worker.models.decoder import Decoder
-from services.worker.models.registry import family
+from services.worker.models.registry import describe
 from services.worker.weights.folder import ModelFolder
 from services.worker.weights.loader import load
 from services.worker.weights.random_weights import randomise
 from shared.errors import ConfigError
 from shared.protocol.plan import ADMISSION_SIZE, HEADER_SIZE, SECTIONS, Int32s, Plan, RowFlag
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,25 +30,30 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 class TorchEngine:
     """Executes plans in the order in which it is given them; every rank of a group does the same."""
 
-    def __init__(self, spec: RankSpec, progress: Progress) -> None:
+    def __init__(self, spec: RankSpec, progress: Progress, group: Communicator | None = None) -> None:
+        """group: the ranks that have met already; None: they meet at the spec's rendezvous."""
         torch.set_num_threads(spec.threads)
         torch.set_grad_enabled(False)
         device = torch.device("cpu")
-        progress("meeting the other ranks", 0.0)
-        group = communicator(spec.rank, spec.ranks, spec.rendezvous)
+        if group is None:
+            progress("meeting the other ranks", 0.0)
+            group = communicator(spec.rank, spec.ranks, spec.rendezvous)
 
         folder = ModelFolder(spec.model, spec.load_format)
-        cls = family(folder.config)
-        config = cls.config_from_hf(folder.config)
+        cls, config, remarks = describe(folder.config, folder.tensors.keys())
+        if group.rank == 0:
+            for remark in remarks:
+                logger.warning("%s", remark)
         max_length = spec.max_model_len or config.max_length
         if max_length > config.max_length:
             raise ConfigError(f"max_model_len: {max_length} is more than the model's {config.max_length} positions")
         dtype = DTYPES[spec.dtype]
-        self.model = _built(lambda: cls(config, group, max_length), dtype)
+        self.model = _built(lambda: cls(config, fast_backends(group), max_length), dtype)
+        shards = self.model.shards(folder.tensors.keys())
         if spec.load_format == "random":
-            randomise(folder.config, self.model.shards(), progress)
+            randomise(folder.config, shards, progress)
         else:
-            load(folder, self.model.shards(), progress, lambda name: name.endswith(".rotary_emb.inv_freq"))
+            load(folder, shards, progress, self.model.ignores)
 
         progress("allocating the KV cache", 0.0)
         shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
@@ -87,10 +96,17 @@ class TorchStep:
     def run(self) -> Int32s:
         if not self.plan.rows:
             return self.plan.row_slots  # nothing to compute: slots were released
-        engine, state = self.engine, self.engine.slots
+        return self.choose(*self.forward())
+
+    def forward(self) -> tuple[Batch, Tensor]:
+        """This iteration's batch and its logits `[B, V]` float32, before anything is forbidden or sampled."""
         batch = self._batch()
-        logits = engine.model(batch, engine.caches)
-        slots = batch.slots.long()
+        logits: Tensor = self.engine.model(batch, self.engine.caches)
+        return batch, logits
+
+    def choose(self, batch: Batch, logits: Tensor) -> Int32s:
+        """Samples from logits `[B, V]`, which it may change, and advances the slots -> ids `[B]`."""
+        state, slots = self.engine.slots, batch.slots.long()
         flags = torch.cat((self.sections["decode_flags"], self.sections["prefill_flags"]))
         state.forbid_early_end(logits, slots, batch.lengths)
         tokens = state.sample(logits, slots, batch.lengths)

@@ -5,31 +5,43 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from kernels.rope import rope_and_store
-from services.worker.attention.paged import paged_attention
-from services.worker.distributed.communicator import Communicator
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
+from services.worker.layers.backends import Backends
 from services.worker.layers.linear import RowLinear, qkv_linear, rows, share
+from services.worker.layers.norm import RMSNorm
+from services.worker.layers.rotary import Rotation
 from services.worker.models.config import ModelConfig
 from services.worker.weights.shards import Shard
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, group: Communicator) -> None:
+    def __init__(self, config: ModelConfig, window: int | None, backends: Backends) -> None:
+        """window: how many positions a token attends to, its own included; None: all up to it."""
         super().__init__()
-        self.head_dim, self.scale = config.head_dim, config.scale
-        self.qkv = qkv_linear(config.hidden_size, config.head_dim, config.q_heads, config.kv_heads, group)
-        own = rows(share(config.q_heads, group, "query heads"), config.head_dim)
-        self.output = RowLinear("o_proj", config.q_heads * config.head_dim, own, config.hidden_size, group)
+        self.head_dim, self.scale, self.window, self.attend = config.head_dim, config.scale, window, backends.attend
+        self.qkv = qkv_linear(config.hidden_size, config.head_dim, config.q_heads, config.kv_heads, config.qkv_bias, backends)
+        own = rows(share(config.q_heads, backends.group, "query heads"), config.head_dim)
+        self.output = RowLinear("o_proj", config.q_heads * config.head_dim, own, config.hidden_size, config.output_bias, backends)
         self.counts = [size // config.head_dim for size in self.qkv.sizes]
+        self.eps = config.norm_eps
+        # Over one head, so every rank needs them whole, however the heads are shared out.
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, batch: Batch, cache: LayerCache, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, cache: LayerCache, rotation: Rotation) -> Tensor:
         """x `[T, D]` -> `[T, D]`; writes the tokens' keys and values to the cache."""
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self.counts, dim=1)
-        q = rope_and_store(q, k, v, batch.positions, table, batch.locations, cache.k, cache.v)
-        output: Tensor = self.output(paged_attention(q, cache, batch, self.scale).flatten(1))
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        q = rope_and_store(q, k, v, rotation.positions, rotation.table, batch.locations, cache.k, cache.v, q_norm, k_norm, self.eps)
+        if rotation.query_scale is not None:
+            q = q * rotation.query_scale.to(q.dtype)
+        output: Tensor = self.output(self.attend(q, cache, batch, self.scale, self.window).flatten(1))
         return output
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.qkv.shards(prefix)
         yield from self.output.shards(prefix)
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                yield from norm.shards(f"{prefix}{name}.weight")

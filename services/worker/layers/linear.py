@@ -6,10 +6,10 @@ Column-parallel layers split their outputs over the ranks, row-parallel ones the
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from services.worker.distributed.communicator import Communicator
+from services.worker.layers.backends import Backends
 from services.worker.weights.shards import Shard
 from shared.errors import ConfigError
 
@@ -37,51 +37,80 @@ def rows(part: range, unit: int = 1) -> slice:
     return slice(part.start * unit, part.stop * unit)
 
 
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
 class MergedColumnLinear(nn.Module):
     """Several column-parallel linears in one GEMM: `weight` is `[sum of this rank's outputs, D]`, in the order of `parts`."""
 
-    def __init__(self, in_features: int, parts: dict[str, tuple[int, slice]]) -> None:
+    def __init__(self, in_features: int, parts: dict[str, tuple[int, slice]], bias: bool, backends: Backends) -> None:
         """parts: checkpoint name -> (outputs of the whole layer, those of this rank)."""
         super().__init__()
-        self.in_features, self.parts = in_features, parts
+        self.in_features, self.parts, self.backends = in_features, parts, backends
         self.sizes = [own.stop - own.start for _, own in parts.values()]
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
+        self.weight = _parameter(sum(self.sizes), in_features)
+        self.bias = _parameter(sum(self.sizes)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[T, D]` -> `[T, sum of this rank's outputs]`."""
-        return F.linear(x, self.weight)
+        return self.backends.linear(x, self.weight, self.bias)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        targets = self.weight.split(self.sizes)
-        for (name, (outputs, own)), target in zip(self.parts.items(), targets, strict=True):
+        for (name, (outputs, own)), target in zip(self.parts.items(), self.weight.split(self.sizes), strict=True):
             yield Shard(f"{prefix}{name}.weight", (outputs, self.in_features), (own, ALL), target)
+        if self.bias is not None:
+            for (name, (outputs, own)), target in zip(self.parts.items(), self.bias.split(self.sizes), strict=True):
+                yield Shard(f"{prefix}{name}.bias", (outputs,), (own,), target)
 
 
-def qkv_linear(hidden_size: int, head_dim: int, q_heads: int, kv_heads: int, group: Communicator) -> MergedColumnLinear:
+def qkv_linear(hidden_size: int, head_dim: int, q_heads: int, kv_heads: int, bias: bool, backends: Backends) -> MergedColumnLinear:
     """Q, K and V of this rank's heads; `[(Q + K + K) * H, D]`."""
-    q = rows(share(q_heads, group, "query heads"), head_dim)
-    kv = rows(head_share(kv_heads, group), head_dim)
+    q = rows(share(q_heads, backends.group, "query heads"), head_dim)
+    kv = rows(head_share(kv_heads, backends.group), head_dim)
     widths = q_heads * head_dim, kv_heads * head_dim
-    return MergedColumnLinear(hidden_size, {"q_proj": (widths[0], q), "k_proj": (widths[1], kv), "v_proj": (widths[1], kv)})
+    parts = {"q_proj": (widths[0], q), "k_proj": (widths[1], kv), "v_proj": (widths[1], kv)}
+    return MergedColumnLinear(hidden_size, parts, bias, backends)
 
 
-def gate_up_linear(hidden_size: int, intermediate_size: int, group: Communicator) -> MergedColumnLinear:
+def gate_up_linear(hidden_size: int, intermediate_size: int, bias: bool, backends: Backends) -> MergedColumnLinear:
     """Gate and up projection of this rank's part of the intermediate size; `[2 * I, D]`."""
-    own = rows(share(intermediate_size, group, "intermediate dimensions"))
-    return MergedColumnLinear(hidden_size, {"gate_proj": (intermediate_size, own), "up_proj": (intermediate_size, own)})
+    own = rows(share(intermediate_size, backends.group, "intermediate dimensions"))
+    parts = {"gate_proj": (intermediate_size, own), "up_proj": (intermediate_size, own)}
+    return MergedColumnLinear(hidden_size, parts, bias, backends)
 
 
 class RowLinear(nn.Module):
-    """Input split over the ranks; the all-reduce gives every rank the whole sum."""
+    """Input split over the ranks; the all-reduce gives every rank the whole sum. Rank 0 adds the bias, once for all."""
 
-    def __init__(self, name: str, in_features: int, own: slice, out_features: int, group: Communicator) -> None:
+    def __init__(self, name: str, in_features: int, own: slice, out_features: int, bias: bool, backends: Backends) -> None:
         super().__init__()
-        self.name, self.in_features, self.own, self.group = name, in_features, own, group
-        self.weight = nn.Parameter(torch.empty(out_features, own.stop - own.start), requires_grad=False)
+        self.name, self.in_features, self.own, self.backends = name, in_features, own, backends
+        self.weight = _parameter(out_features, own.stop - own.start)
+        self.bias = _parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[T, this rank's inputs]` -> `[T, D]`, the same on every rank."""
-        return self.group.all_reduce(F.linear(x, self.weight))
+        group = self.backends.group
+        return group.all_reduce(self.backends.linear(x, self.weight, self.bias if group.rank == 0 else None))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield Shard(f"{prefix}{self.name}.weight", (len(self.weight), self.in_features), (ALL, self.own), self.weight)
+        if self.bias is not None:
+            yield Shard(f"{prefix}{self.name}.bias", tuple(self.bias.shape), (ALL,), self.bias)
+
+
+class ReplicatedLinear(nn.Module):
+    """The same on every rank, for a layer so small that splitting it costs more."""
+
+    def __init__(self, name: str, in_features: int, out_features: int, backends: Backends) -> None:
+        super().__init__()
+        self.name, self.backends = name, backends
+        self.weight = _parameter(out_features, in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[T, D]` -> `[T, outputs]`."""
+        return self.backends.linear(x, self.weight, None)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        yield Shard(f"{prefix}{self.name}.weight", tuple(self.weight.shape), (ALL, ALL), self.weight)
