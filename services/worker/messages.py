@@ -26,10 +26,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """The rank ends; `config` tells a setting or model that does not fit from a fault."""
+    """The rank ends; `config` tells a setting or model that does not fit from a fault, `peer` that another rank has the fault."""
 
     cause: str
     config: bool
+    peer: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def encode(message: Message) -> bytes:
         case Loading():
             return b"L" + json.dumps(asdict(message)).encode()
         case Failed():
-            return b"F" + json.dumps({"cause": message.cause[:10_000], "config": message.config}).encode()
+            return b"F" + json.dumps({**asdict(message), "cause": message.cause[:10_000]}).encode()
         case ResetDone():
             return b"A" + json.dumps(asdict(message)).encode()
 

@@ -11,11 +11,12 @@ import time
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from services.worker.distributed.board import Mark, Place
 from services.worker.engine.interface import Engine, Progress, RankSpec, Step
 from services.worker.messages import Done, Failed, Loading, Message, Ready, ResetDone, encode
 from services.worker.ring import Kind, RingReader
 from shared import logging as logs
-from shared.errors import ConfigError, LockstepError
+from shared.errors import ConfigError, LockstepError, PeerLost
 from shared.process import die_with_parent
 from shared.protocol.plan import Int32s, decode
 
@@ -64,8 +65,9 @@ class Reporter:
             self.send(Loading(phase, part))
 
 
-def execute(engine: Engine, reader: RingReader, reporter: Reporter, answers: bool) -> None:
+def execute(engine: Engine, reader: RingReader, reporter: Reporter, mark: Mark, answers: bool) -> None:
     """Executes the ring strictly in order until STOP. Only the rank that `answers` sends results; all answer a reset."""
+    mark.move(Place.IDLE)
     plans: dict[int, tuple[Int32s, Step | None, int]] = {}  # words, the step once begun, iterations left
     last_end_us = 0
     while True:
@@ -80,12 +82,14 @@ def execute(engine: Engine, reader: RingReader, reporter: Reporter, answers: boo
         if entry.kind == Kind.PLAN:
             plans[entry.plan] = (entry.payload, None, 0)
             continue
+        mark.move(Place.COMPUTING)
         start_us = time.monotonic_ns() // 1000
         words, step, left = plans.pop(entry.plan)
         if step is None:
             plan = decode(words.data.cast("B"))
             step, left = engine.begin(plan, words), plan.iterations
         ids = step.run()
+        mark.move(Place.IDLE)
         if left > 1:
             plans[entry.plan] = (words, step, left - 1)
         end_us = time.monotonic_ns() // 1000
@@ -106,10 +110,11 @@ def main() -> None:
     try:
         engine = build(spec, reporter.progress)
         reporter.send(Ready(engine.facts, engine.memory))
-        execute(engine, RingReader(spec.ring_fd, spec.bell_fd, spec.rank, spec.ranks), reporter, answers=spec.rank == 0)
+        reader = RingReader(spec.ring_fd, spec.bell_fd, spec.rank, spec.ranks)
+        execute(engine, reader, reporter, Mark(spec.board_fd, spec.rank), answers=spec.rank == 0)
     except LockstepError as error:
         logger.debug("rank %d ends", spec.rank, exc_info=True)
-        reporter.send(Failed(str(error), isinstance(error, ConfigError)))
+        reporter.send(Failed(str(error), isinstance(error, ConfigError), isinstance(error, PeerLost)))
         os._exit(1)
     except Exception as error:  # the edge of the process: the supervisor ends the group and names the cause
         logger.exception("rank %d broke", spec.rank)

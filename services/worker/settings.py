@@ -1,11 +1,13 @@
 """Settings of a worker."""
 
+import os
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from services.worker.distributed.rendezvous import CommunicatorKind, from_leader_worker_set
 from services.worker.faults import Fault
 from services.worker.weights.folder import LoadFormat
 from shared.settings import AdminPort, Settings
@@ -25,6 +27,11 @@ class WorkerSettings(Settings):
     )
     script: Path | None = Field(None, description="What the scripted engine plays: see services/worker/engine/scripted.py.")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the group, one GPU or one share of the CPUs each.")
+    nodes: int = Field(1, ge=1, le=64, description="Nodes that share the ranks evenly; default: LWS_GROUP_SIZE.")
+    node_index: int = Field(0, ge=0, description="Which of the nodes this is, 0 the leader; default: LWS_WORKER_INDEX.")
+    leader_address: str | None = Field(None, min_length=1, description="Where several nodes meet; default: LWS_LEADER_ADDRESS.")
+    leader_port: int = Field(29500, ge=1, le=65535, description="Port of the leader at which the ranks of several nodes meet.")
+    communicator: CommunicatorKind = Field("auto", description="How ranks add up: torch (gloo, on GPUs NCCL) or pynccl; auto: torch.")
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: its share of the CPUs.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU.")
     load_format: LoadFormat = Field("auto", description="auto: the folder's safetensors files; random: made up, for benchmarks.")
@@ -43,6 +50,28 @@ class WorkerSettings(Settings):
     simulated_mean_tokens: int = Field(300, ge=0, description="Of a simulated completion that may end by itself; 0: none does.")
     simulated_faults: list[Fault] = Field([], description="Faults of simulated groups, as JSON: see docs/simulation.md.")
     start_deadline_s: float = Field(1800.0, gt=0, description="Ranks that are not ready after this long end the worker.")
+
+    @model_validator(mode="after")
+    def ranks_spread_over_nodes(self) -> Self:
+        if self.tensor_parallel_size % self.nodes:
+            raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size} ranks do not spread evenly over nodes={self.nodes}")
+        if self.node_index >= self.nodes:
+            raise ValueError(f"node_index={self.node_index} is not one of nodes={self.nodes}, counted from 0")
+        if self.nodes > 1 and self.leader_address is None:
+            raise ValueError(f"nodes={self.nodes} need a leader_address to meet at")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        leader_worker_set = InitSettingsSource(settings_cls, init_kwargs=dict(from_leader_worker_set(os.environ)))
+        return init_settings, env_settings, leader_worker_set
 
     @model_validator(mode="after")
     def only_simulated_groups_share_a_process(self) -> Self:

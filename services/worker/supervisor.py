@@ -21,6 +21,8 @@ from typing import Protocol
 
 import numpy as np
 
+from services.worker.distributed.board import Board
+from services.worker.distributed.rendezvous import Rendezvous
 from services.worker.engine.interface import Facts, RankSpec
 from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Message, Ready, ResetDone, decode, socket_pair
 from services.worker.metrics import GroupMetrics
@@ -40,6 +42,7 @@ RANK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
 DEADLINE_FACTOR = 10  # a step may take this many times its estimate
 WATCH_EVERY_S = 0.25
 STACKS_S = 0.5  # for a stuck rank to print its stacks
+CULPRIT_S = 2.0  # for the end of a rank that the others have noticed to be told
 
 
 class GroupFailed(LockstepError):
@@ -92,6 +95,7 @@ class Supervisor:
         self._ready = asyncio.Event()
         self._ring: Ring
         self._ranks: list[_Rank] = []
+        self._lost_a_peer: set[int] = set()  # ranks that end since another one has
         self._facts: dict[int, Facts] = {}  # by rank, of those that are ready
         self._queue: LaunchOrder[_Queued] = LaunchOrder()
         self._launched: deque[_Queued] = deque()  # one entry an iteration in the ring, not yet finished
@@ -112,6 +116,10 @@ class Supervisor:
     def start_ranks(self) -> None:
         """Starts one process a rank; `ready` waits for them."""
         settings, ranks = self.settings, self.num_ranks
+        if settings.nodes > 1:
+            raise ConfigError(f"nodes: {settings.nodes}: plans reach the ranks of one node only, so a group has one")
+        rendezvous = Rendezvous.on_one_node(ranks, Path(self._scratch.name))
+        self._board = Board(ranks)
         ring = create_ring()
         bells = [os.eventfd(0) for _ in range(ranks)]
         self._ring = RingWriter(ring, bells)
@@ -131,16 +139,20 @@ class Supervisor:
                 kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
                 slots=settings.max_num_seqs,
                 threads=settings.threads or max(1, len(os.sched_getaffinity(0)) // ranks),
-                rendezvous=f"file://{Path(self._scratch.name) / 'rendezvous'}",
+                rendezvous=rendezvous.url,
                 ring_fd=ring,
                 bell_fd=bell,
                 socket_fd=theirs.fileno(),
+                board_fd=self._board.descriptor,
+                communicator=settings.communicator,
+                start_timeout_s=settings.start_deadline_s,
+                step_timeout_s=DEADLINE_FACTOR * settings.step_deadline_s,
                 load_format=settings.load_format,
                 log_level=settings.log_level,
             )
             process = subprocess.Popen(
                 [sys.executable, "-m", "services.worker.rank", spec_to_json(spec)],
-                pass_fds=(ring, bell, theirs.fileno()),
+                pass_fds=(ring, bell, theirs.fileno(), self._board.descriptor),
                 env={**RANK_ENVIRONMENT, **os.environ},
             )
             theirs.close()
@@ -156,7 +168,8 @@ class Supervisor:
         if self.failed in done:
             self.failed.result()
         if not done:
-            raise GroupFailed(f"the ranks were not ready within start_deadline_s={self.settings.start_deadline_s:g}: {self.phase}")
+            reason = f"the ranks were not ready within start_deadline_s={self.settings.start_deadline_s:g}: {self.phase}"
+            raise GroupFailed(reason + self._stalled())
 
     def stop(self) -> None:
         """Kills and reaps every rank: afterwards their devices are free."""
@@ -178,7 +191,11 @@ class Supervisor:
         if time.monotonic() - self._head_since_s <= limit_s + grace_s:
             return None
         what = f"plan {head.plan.plan_id}" if head else "a reset"
-        return f"the ranks did not finish {what} within {limit_s:g} s"
+        return f"the ranks did not finish {what} within {limit_s:g} s" + self._stalled()
+
+    def _stalled(self) -> str:
+        """Who is behind, where ranks are processes."""
+        return f": {self._board.stalled([rank.process.pid for rank in self._ranks])}" if self._ranks else ""
 
     def _enter(self, phase: str, progress: float) -> None:
         self.phase, self.progress = phase, progress
@@ -239,7 +256,8 @@ class Supervisor:
                 packet = b""
             if not packet:
                 asyncio.get_running_loop().remove_reader(self._ranks[rank].link.fileno())
-                self._fail(GroupFailed(f"rank {rank} ended {_describe(self._ranks[rank].process)}"))
+                if rank not in self._lost_a_peer:
+                    self._fail(GroupFailed(f"rank {rank} ended {_describe(self._ranks[rank].process)}"))
                 return
             self._on_message(rank, decode(packet))
 
@@ -257,8 +275,13 @@ class Supervisor:
             case Loading(phase, progress):
                 if rank == 0:
                     self._enter(phase, progress)
-            case Failed(cause, config):
-                self._fail(ConfigError(cause) if config else GroupFailed(f"rank {rank}: {cause}"))
+            case Failed(cause, config, peer):
+                error = ConfigError(cause) if config else GroupFailed(f"rank {rank}: {cause}")
+                if peer:  # who died tells more, but perhaps later
+                    self._lost_a_peer.add(rank)
+                    asyncio.get_running_loop().call_later(CULPRIT_S, self._fail, error)
+                else:
+                    self._fail(error)
             case Ready(facts, memory):
                 self.metrics.memory(rank, memory)
                 self._facts[rank] = facts

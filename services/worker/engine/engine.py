@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.plan_unpack import plan_unpack
+from services.worker.distributed.board import Mark
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.batch import Batch
 from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
@@ -37,7 +38,16 @@ class TorchEngine:
         device = torch.device("cpu")
         if group is None:
             progress("meeting the other ranks", 0.0)
-            group = communicator(spec.rank, spec.ranks, spec.rendezvous)
+            group = communicator(
+                spec.rank,
+                spec.ranks,
+                spec.rendezvous,
+                device,
+                spec.communicator,
+                spec.start_timeout_s,
+                spec.step_timeout_s,
+                Mark(spec.board_fd, spec.rank),
+            )
 
         folder = ModelFolder(spec.model, spec.load_format)
         cls, config, remarks = describe(folder.config, folder.tensors.keys())

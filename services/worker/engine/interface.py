@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from services.worker.distributed.rendezvous import CommunicatorKind
 from services.worker.weights.folder import LoadFormat
 from shared.protocol.plan import Int32s, Plan
 
@@ -32,6 +33,10 @@ class RankSpec:
     ring_fd: int
     bell_fd: int
     socket_fd: int
+    board_fd: int | None = None
+    communicator: CommunicatorKind = "auto"
+    start_timeout_s: float = 1800.0  # of the ranks' meeting
+    step_timeout_s: float = 600.0  # of a collective
     load_format: LoadFormat = "auto"
     log_level: str = "info"
 

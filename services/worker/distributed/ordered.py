@@ -1,0 +1,28 @@
+"""Sums over the ranks in the order of the ranks. T tokens, D columns."""
+
+from torch import Tensor
+
+from services.worker.distributed.communicator import Communicator
+
+
+class OrderedCommunicator:
+    """Another one, but for `all_reduce`: libraries add up in an order that depends on an element's place in the buffer."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.rank, self.size, self._inner = inner.rank, inner.size, inner
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x `[T, D]`; as the protocol says."""
+        total, *others = self._inner.all_gather(x).chunk(self.size, dim=1)
+        for part in others:
+            total = total + part
+        return x.copy_(total)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._inner.all_gather(x)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return self._inner.broadcast(x, source)
+
+    def minimum(self, value: int) -> int:
+        return self._inner.minimum(value)
