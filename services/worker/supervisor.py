@@ -148,6 +148,7 @@ class Supervisor:
                 start_timeout_s=settings.start_deadline_s,
                 step_timeout_s=DEADLINE_FACTOR * settings.step_deadline_s,
                 load_format=settings.load_format,
+                deterministic=settings.deterministic,
                 log_level=settings.log_level,
             )
             process = subprocess.Popen(

@@ -13,7 +13,7 @@ from services.worker.engine.batch import Batch
 from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
 from services.worker.engine.slots import Slots
 from services.worker.kvcache import CacheShape, allocate
-from services.worker.layers.backends import fast_backends
+from services.worker.layers.backends import backends
 from services.worker.layers.linear import head_share
 from services.worker.models.decoder import Decoder
 from services.worker.models.registry import describe
@@ -33,7 +33,8 @@ class TorchEngine:
 
     def __init__(self, spec: RankSpec, progress: Progress, group: Communicator | None = None) -> None:
         """group: the ranks that have met already; None: they meet at the spec's rendezvous."""
-        torch.set_num_threads(spec.threads)
+        # More threads would cut elementwise operations at places that depend on the batch, and the ends of a cut are rounded otherwise.
+        torch.set_num_threads(1 if spec.deterministic else spec.threads)
         torch.set_grad_enabled(False)
         device = torch.device("cpu")
         if group is None:
@@ -58,7 +59,7 @@ class TorchEngine:
         if max_length > config.max_length:
             raise ConfigError(f"max_model_len: {max_length} is more than the model's {config.max_length} positions")
         dtype = DTYPES[spec.dtype]
-        self.model = _built(lambda: cls(config, fast_backends(group), max_length), dtype)
+        self.model = _built(lambda: cls(config, backends(group, spec.deterministic), max_length), dtype)
         shards = self.model.shards(folder.tensors.keys())
         if spec.load_format == "random":
             randomise(folder.config, shards, progress)

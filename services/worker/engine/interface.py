@@ -38,6 +38,7 @@ class RankSpec:
     start_timeout_s: float = 1800.0  # of the ranks' meeting
     step_timeout_s: float = 600.0  # of a collective
     load_format: LoadFormat = "auto"
+    deterministic: bool = False
     log_level: str = "info"
 
 

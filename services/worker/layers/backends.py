@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.attention.paged import paged_attention
+from services.worker.attention.tiled import tiled_attention
 from services.worker.distributed.communicator import Communicator
+from services.worker.distributed.ordered import OrderedCommunicator
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
+from services.worker.layers.gemm import tiled_linear
 from services.worker.moe.grouped import grouped
 
 # x [T, D], weight [N, D], bias [N] or None -> [T, N]
@@ -29,5 +32,8 @@ class Backends:
     experts: Experts
 
 
-def fast_backends(group: Communicator) -> Backends:
+def backends(group: Communicator, deterministic: bool) -> Backends:
+    """deterministic: a row's bits depend on its own tokens alone; on a CPU, with one thread."""
+    if deterministic:
+        return Backends(OrderedCommunicator(group), tiled_linear, tiled_attention, partial(grouped, linear=tiled_linear))
     return Backends(group, F.linear, paged_attention, partial(grouped, linear=F.linear))
