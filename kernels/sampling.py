@@ -3,7 +3,7 @@
 On a GPU no row is sorted. The noise makes sampling an argmax, so one pass over the logits serves greedy and unfiltered rows.
 Filtered rows first get a bound below which nothing can be kept (the k-th largest of the maxima of short runs, a top-p tail that
 all of V cannot fill, min-p itself); the ids above it are gathered, and the exact cut is found among them by searching the
-logit's bits, PIVOTS at a time. Rows with too many of them bisect over all logits: slower, with the same result.
+logit's bits, a few pivots at a time. Rows with too many of them bisect over all logits: slower, with the same result.
 """
 
 import torch
@@ -18,7 +18,8 @@ GREEDY_BELOW = tl.constexpr(1e-5)  # temperature under which a row is greedy: di
 FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN
 TILE = 1024  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
 RUN = 128  # columns of which the first pass keeps a maximum
-PIVOTS = tl.constexpr(16)  # of one pass of a search: more passes cost more, each with its reductions, than more comparisons
+# Of one pass of a search. H200, V 151,936, top_k 20 and top_p 0.95, us for 1 and 256 rows: 74, 166; 16 with 8 warps 76, 232.
+PIVOTS = tl.constexpr(8)
 CANDIDATES = 8192  # room for the gathered ids of a filtered row
 
 
@@ -135,7 +136,7 @@ def _launch(
     _choose_kernel[(rows,)](
         logits, scores, masses, winners, maxima, candidates, candidate_logits, ids, *parameters,
         first, columns, logits.stride(0), tiles, random, triton.next_power_of_2(tiles), TILE, RUN, CANDIDATES,
-        num_warps=8, **pdl_options(device),
+        num_warps=4, **pdl_options(device),
     )  # fmt: skip
     return ids
 
