@@ -59,7 +59,7 @@ class TorchEngine:
         if max_length > config.max_length:
             raise ConfigError(f"max_model_len: {max_length} is more than the model's {config.max_length} positions")
         dtype = DTYPES[spec.dtype]
-        self.model = _built(lambda: cls(config, backends(group, spec.deterministic), max_length), dtype)
+        self.model = _built(lambda: cls(config, backends(group, device, spec.deterministic), max_length), dtype)
         shards = self.model.shards(folder.tensors.keys())
         if spec.load_format == "random":
             randomise(folder.config, shards, progress)

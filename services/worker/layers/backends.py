@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.moe import moe
 from services.worker.attention.paged import paged_attention
 from services.worker.attention.tiled import tiled_attention
 from services.worker.distributed.communicator import Communicator
@@ -15,12 +17,13 @@ from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
 from services.worker.layers.gemm import tiled_linear
 from services.worker.moe.grouped import grouped
+from shared.errors import ConfigError
 
 # x [T, D], weight [N, D], bias [N] or None -> [T, N]
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # q [T, Q, H], a layer's cache, the batch, the scale of scores, the window or None -> [T, Q, H]; see `attention.paged`
 Attend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
-# x [T, D], ids and weights [T, N], gate_up [E, 2 * I, D], down [E, D, I] -> [T, D]; see `moe.reference`
+# x [T, D], gate_up [E, 2 * I, D], down [E, D, I], weights and ids [T, N] -> [T, D]; see `moe.reference`
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -32,8 +35,10 @@ class Backends:
     experts: Experts
 
 
-def backends(group: Communicator, deterministic: bool) -> Backends:
-    """deterministic: a row's bits depend on its own tokens alone; on a CPU, with one thread."""
+def backends(group: Communicator, device: torch.device, deterministic: bool) -> Backends:
+    """deterministic: a row's bits depend on its own tokens alone; on a CPU, with one thread. Raises ConfigError on another device."""
     if deterministic:
+        if device.type != "cpu":
+            raise ConfigError(f"deterministic: only on a CPU, these ranks compute on {device.type}")
         return Backends(OrderedCommunicator(group), tiled_linear, tiled_attention, partial(grouped, linear=tiled_linear))
-    return Backends(group, F.linear, paged_attention, partial(grouped, linear=F.linear))
+    return Backends(group, F.linear, paged_attention, moe if device.type == "cuda" else partial(grouped, linear=F.linear))

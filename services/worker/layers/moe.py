@@ -8,6 +8,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import Tensor, nn
 
+from kernels.moe import route
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import ALL, ReplicatedLinear, rows, share
 from services.worker.models.config import Experts
@@ -26,13 +27,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[T, D]` -> `[T, D]`, the same on every rank."""
-        weights, ids = self.route(self.router(x))
-        return self.backends.group.all_reduce(self.backends.experts(x, ids, weights.to(x.dtype), self.gate_up, self.down))
-
-    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits `[T, E]` -> weights `[T, N]` float32 and ids `[T, N]` int64 of each token's experts, the likeliest first."""
-        weights, ids = logits.float().softmax(dim=-1).topk(self.experts.per_token, dim=-1)
-        return (weights / weights.sum(dim=-1, keepdim=True) if self.experts.renormalise else weights), ids
+        weights, ids = route(self.router(x), self.experts.per_token, self.experts.renormalise)
+        return self.backends.group.all_reduce(self.backends.experts(x, self.gate_up, self.down, weights, ids))
 
     def shards(self, prefix: str, names: Set[str]) -> Iterator[Shard]:
         """From a tensor an expert and projection or, as transformers 5 has them in memory, from two tensors of all experts.

@@ -37,13 +37,17 @@ IGNORED = frozenset((
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of a model's sparse layers."""
+    """The routed experts of a model's sparse layers. Raises ConfigError when a token cannot choose so many."""
 
     count: int
     per_token: int
     intermediate_size: int
     renormalise: bool  # the chosen experts' probabilities to a sum of 1
     layers: frozenset[int]  # which layers have experts; the others are dense
+
+    def __post_init__(self) -> None:
+        if self.layers and self.per_token > self.count:
+            raise ConfigError(f"config.json: num_experts_per_tok {self.per_token} is more than the {self.count} experts")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The decoder that all families share. T tokens, D hidden size, B rows, V vocabulary."""
 
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -46,7 +47,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to logits. A family is a subclass that names the fields it reads and, where they differ, its tensors."""
+    """Token ids to logits. A family is a subclass that names the fields it reads and, where its tensors are called otherwise, them."""
 
     fields: ClassVar[type[BaseFields]]
 
@@ -69,16 +70,26 @@ class Decoder(nn.Module):
         last = batch.last_tokens
         return self.head.logits(self.norm.add(x[last], residual[last]))
 
+    @staticmethod
+    def plain(name: str) -> str:
+        """What Llama calls the tensor that a checkpoint of this family calls `name`."""
+        return name
+
     def shards(self, names: Set[str]) -> Iterator[Shard]:
-        """What to load from a checkpoint that holds `names`, in the layout that transformers writes."""
+        """What to load from a checkpoint that holds `names`."""
+        files = {self.plain(name): name for name in names}
+        for shard in self._plain_shards(files.keys()):
+            yield replace(shard, name=files.get(shard.name, shard.name))
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor that `shards` does not name may be in the checkpoint all the same."""
+        # Old checkpoints hold the rotary frequencies, which follow from the config; some tied ones a head of their own.
+        return name.endswith(".rotary_emb.inv_freq") or (bool(self.tied) and self.plain(name) == "lm_head.weight")
+
+    def _plain_shards(self, names: Set[str]) -> Iterator[Shard]:
         yield from self.embedding.shards("model.embed_tokens.weight")
         for index, layer in enumerate(self.layers):
             yield from layer.shards(f"model.layers.{index}.", names)  # type: ignore[operator]
         yield from self.norm.shards("model.norm.weight")
         if not self.tied:
             yield from self.head.shards("lm_head.weight")
-
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor that `shards` does not name may be in the checkpoint all the same."""
-        # Old checkpoints hold the rotary frequencies, which follow from the config; some tied ones a head of their own.
-        return name.endswith(".rotary_emb.inv_freq") or (bool(self.tied) and name == "lm_head.weight")

@@ -4,7 +4,6 @@ Checkpoints name the same tensors in two ways: `language_model.model.layers.0...
 as transformers 5 has them in memory, `model.language_model.layers.0...` and `lm_head.weight`.
 """
 
-from collections.abc import Iterator, Set
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -14,7 +13,6 @@ from services.worker.models.config import IGNORED, BaseFields, ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.models.mistral import MistralFields
 from services.worker.models.registry import register
-from services.worker.weights.shards import Shard
 
 VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -63,15 +61,9 @@ class Mistral3Fields(BaseFields):
 class Mistral3(Decoder):
     fields = Mistral3Fields
 
-    def shards(self, names: Set[str]) -> Iterator[Shard]:
-        files = {_plain(name): name for name in names}
-        for shard in super().shards(files.keys()):
-            yield replace(shard, name=files.get(shard.name, shard.name))
+    @staticmethod
+    def plain(name: str) -> str:
+        return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
 
     def ignores(self, name: str) -> bool:
-        return name.startswith(VISION) or super().ignores(_plain(name))
-
-
-def _plain(name: str) -> str:
-    """The name of the same tensor in a checkpoint of the language model alone."""
-    return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+        return name.startswith(VISION) or super().ignores(name)

@@ -1,4 +1,4 @@
-"""Mixture of experts with the tokens sorted by expert, one pair of GEMMs an expert.
+"""Mixture of experts with the tokens sorted by expert, a pair of GEMMs for each that was chosen: the one for CPUs.
 
 T tokens, D hidden size, E experts, N of them a token, I their size.
 """
@@ -12,9 +12,9 @@ from kernels.silu_and_mul import silu_and_mul
 
 
 def grouped(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ) -> Tensor:
-    """Shapes and result as in `reference.every_expert`. The counts are read on the host: not for a captured graph."""
+    """Shapes and result as of `reference.every_expert`. The counts are read on the host: not for a captured graph."""
     order = ids.flatten().argsort(stable=True)
     inputs = x[order // ids.shape[1]]
     counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()
@@ -29,4 +29,4 @@ def grouped(
     out = shares[:, 0]
     for rank in range(1, ids.shape[1]):  # in a fixed order: a token's bits do not depend on the batch
         out = out + shares[:, rank]
-    return out
+    return out.to(x.dtype)

@@ -129,7 +129,8 @@ def test_a_done_row_leaves_its_pages_alone(driver: Driver) -> None:
     driver.prefill(0, prompt(5), max_length=6, flags=1)
     before = [cache.k[1:].clone() for cache in engine.caches]
     assert driver.decode(0, 0 + 1)[0] == [NO_TOKEN, NO_TOKEN]  # slot 1 was never admitted since the reset
-    assert all(torch.equal(cache.k[1:], old) for cache, old in zip(engine.caches, before, strict=True))
+    for cache, old in zip(engine.caches, before, strict=True):  # as bits: what was never written may be NaN
+        assert torch.equal(cache.k[1:].view(torch.int32), old.view(torch.int32))
 
 
 def test_a_released_row_is_done(driver: Driver) -> None:

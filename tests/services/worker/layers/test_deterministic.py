@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ PROMPT = tuple(np.random.default_rng(0).integers(3, 257, 150).tolist())
 OTHERS = tuple(tuple(np.random.default_rng(length).integers(3, 257, length).tolist()) for length in (1, 40, 149, 33, 7))
 
 
-def run(group: Group | Local, folder: Path, prompts: tuple[tuple[int, ...], ...], **job: int) -> Outcome:
+def run(group: Group | Local, folder: Path, prompts: tuple[tuple[int, ...], ...], **job: Any) -> Outcome:
     outcome, *_ = group.run(Job(folder, prompts, 6, spec={"deterministic": True, "dtype": "float32"}, **job))
     return outcome
 

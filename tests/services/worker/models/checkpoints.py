@@ -14,6 +14,8 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PixtralVisionConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -74,6 +76,10 @@ def mistral(**values: Any) -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**{**SHAPE, **values}))
 
 
+def mixtral(**values: Any) -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**{**SHAPE, **values}))
+
+
 def mistral3(text: MistralConfig | Ministral3Config, tied: bool) -> PreTrainedModel:
     config = Mistral3Config(text_config=text, vision_config=PixtralVisionConfig(**VISION), tie_word_embeddings=tied, image_token_index=3)
     return Mistral3ForConditionalGeneration(config)
@@ -119,6 +125,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: mistral(sliding_window=24),
     "mistral-wide-heads": lambda: mistral(sliding_window=None, head_dim=48, rope_parameters=rope("default") | {"rope_theta": 1e6}),
     "mistral3": lambda: mistral3(MistralConfig(**{**SHAPE, "sliding_window": None, "head_dim": 16}), tied=False),
+    "mixtral": lambda: mixtral(intermediate_size=32, num_local_experts=5, num_experts_per_tok=2, num_key_value_heads=1),
     "ministral3": lambda: mistral3(Ministral3Config(**{**SHAPE, "head_dim": 32, "rope_parameters": dict(MINISTRAL_ROPE)}), tied=True),
 }
 

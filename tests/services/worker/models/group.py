@@ -53,7 +53,7 @@ class Runner:
         if key not in self._engines:
             place = {} if self.group is None else {"rank": self.group.rank, "ranks": self.group.size}
             ours = spec(
-                job.model, slots=SLOTS, num_pages=SLOTS * 512 // job.page_size + 1, page_size=job.page_size, **{**job.spec, **place}
+                job.model, slots=SLOTS, num_pages=SLOTS * 512 // job.page_size + SLOTS + 1, page_size=job.page_size, **{**job.spec, **place}
             )
             self._engines[key] = TorchEngine(ours, lambda phase, part: None, self.group)
         return self._engines[key]
@@ -63,9 +63,10 @@ class Runner:
         engine.reset()
         tokens: list[list[int]] = [[] for _ in rows]
         logits: list[list[npt.NDArray[np.float32]]] = [[] for _ in rows]
-        pages = 512 // job.page_size  # of each slot, its own ones, none beside another
+        length = engine.facts.max_length
+        pages = -(-length // job.page_size)  # of each slot, its own ones, none beside another
         changes: dict[str, Any] = {
-            "admissions": np.concatenate([admission(row, 512, flags=1, seed_low=row, **job.sampling) for row in rows]),
+            "admissions": np.concatenate([admission(row, length, flags=1, seed_low=row, **job.sampling) for row in rows]),
             "grant_slots": np.repeat(int32s(*rows), pages),
             "grant_indexes": np.tile(np.arange(pages, dtype=np.int32), len(rows)),
             "grant_pages": np.concatenate([1 + row + SLOTS * np.arange(pages, dtype=np.int32) for row in rows]),
