@@ -201,24 +201,22 @@ def _kernel(
             tl.store(total_ptr + split * G + head, total, mask=head < G)
             tl.debug_barrier()  # all threads' stores before the one thread's release
             counter_ptr = counters_ptr + row * K + kv_head
-            CHUNK: tl.constexpr = min(SPLITS, 16)
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == shares - 1:
                 tl.store(counter_ptr, 0)
                 best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
                 total = tl.zeros([GROUP_BLOCK], tl.float32)
                 weighted = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32)
-                for chunk in range(0, shares, CHUNK):
-                    for offset in tl.static_range(CHUNK):  # unrolled, so that the loads go out together
-                        share = chunk + offset
-                        present = (head < G) & (share < shares)
-                        share_best = tl.load(best_ptr + share * G + head, mask=present, other=float("-inf"))
-                        share_total = tl.load(total_ptr + share * G + head, mask=present, other=0.0)
-                        share_place = group_ptr + (share * G + head)[:, None] * H + dimension[None, :]
-                        share_weighted = tl.load(share_place, mask=present[:, None] & inside_head, other=0.0)
-                        new_best = tl.maximum(tl.maximum(best, share_best), -1e38)  # padding heads: not -inf minus -inf
-                        shrink, share_shrink = tl.exp2(best - new_best), tl.exp2(share_best - new_best)
-                        total = total * shrink + share_total * share_shrink
-                        weighted = weighted * shrink[:, None] + share_weighted * share_shrink[:, None]
-                        best = new_best
+                # Unrolled, so that the loads go out together: a loop over chunks of 16 took 1.7 us longer at 4 rows.
+                for share in tl.static_range(SPLITS):
+                    present = (head < G) & (share < shares)
+                    share_best = tl.load(best_ptr + share * G + head, mask=present, other=float("-inf"))
+                    share_total = tl.load(total_ptr + share * G + head, mask=present, other=0.0)
+                    share_place = group_ptr + (share * G + head)[:, None] * H + dimension[None, :]
+                    share_weighted = tl.load(share_place, mask=present[:, None] & inside_head, other=0.0)
+                    new_best = tl.maximum(tl.maximum(best, share_best), -1e38)  # padding heads: not -inf minus -inf
+                    shrink, share_shrink = tl.exp2(best - new_best), tl.exp2(share_best - new_best)
+                    total = total * shrink + share_total * share_shrink
+                    weighted = weighted * shrink[:, None] + share_weighted * share_shrink[:, None]
+                    best = new_best
                 result = weighted / tl.where(total > 0, total, 1.0)[:, None]
                 tl.store(out_ptr + out_place, result, mask=inside_head)

@@ -89,9 +89,11 @@ def config(head_size: int, element_bytes: int, hopper: bool) -> Config:
     if not hopper:
         return Config(64, 32, 4, 2) if head_size <= 128 else Config(32, 32, 4, 2)
     # H200, bfloat16, 16/8 heads of 128, TFLOP/s at 1 x 8192, 16 x 1024, 64 x 256 tokens: 403, 249, 134 with two programs a
-    # multiprocessor; (256, 64, 8, 3) 390, 246, 117; (128, 128, 8, 3) 357, 226, 100; (64, 64, 4, 3) 302, 223, 112.
-    if head_size <= 128:
+    # multiprocessor, though it spills; (256, 64, 8, 3) 390, 246, 117; (128, 128, 8, 3) 357, 226, 100; (64, 64, 4, 3) 302, 223, 112.
+    if head_size in (64, 128):
         return Config(128, 64, 4, 3)
+    if head_size < 128:
+        return Config(128, 128, 8, 3)
     return Config(128, 64, 8, 2)  # 16/8 heads of 256, 1 x 4096: 390; (128, 32, 8, 3) 311
 
 
