@@ -3,20 +3,25 @@
 The script is a JSON file:
 
     {"step_s": 0.001,                                  time of every step
+     "tokens_per_step": 3,                             only every third step takes that time, so that three tokens come together
      "default": {"ids": [5, 6, 7], "repeat": true},    played to every request, here over and over
-     "by_seed": {"7": {"ids": [5, 6]}}}                played to requests with this seed; after the ids comes EOS
+     "by_seed": {"7": {"ids": [5, 6]},                 played to requests with this seed; after the ids comes EOS
+                 "8": {"logits": [0.0, 1.5, 0.5]}}}    of the ids 0, 1, 2: sampled anew for each token, as the request asks
+
+Logits go through the sampler of the real engine; only then is torch imported.
 """
 
 import time
 from pathlib import Path
+from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
 from services.worker.weights.folder import ModelFolder
 from shared.errors import ConfigError
-from shared.protocol.plan import NO_TOKEN, Int32s, Plan, RowFlag, SlotFlag
+from shared.protocol.plan import ADMISSION, NO_TOKEN, Int32s, Plan, RowFlag, SlotFlag
 
 
 class Play(BaseModel):
@@ -24,6 +29,13 @@ class Play(BaseModel):
 
     ids: list[int] = Field(default_factory=list)
     repeat: bool = False
+    logits: list[float] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def one_or_the_other(self) -> Self:
+        if self.ids and self.logits:
+            raise ValueError("a play has ids or logits, not both")
+        return self
 
     def token(self, index: int, eos: int) -> int:
         """The completion's token number `index`."""
@@ -36,6 +48,7 @@ class Script(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     step_s: float = Field(default=0.0, ge=0)
+    tokens_per_step: int = Field(default=1, ge=1)
     load_s: float = Field(default=0.0, ge=0, description="How long start-up takes.")
     default: Play = Field(default_factory=Play)
     by_seed: dict[int, Play] = Field(default_factory=dict)
@@ -63,6 +76,8 @@ class ScriptedEngine:
         self.memory = Memory(weights=0, kv_cache=0)
         self.length, self.begun, self.max_length, self.seed, self.done, self.ignore_eos = np.zeros((6, spec.slots), dtype=np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * spec.slots
+        self.sampling = np.zeros(spec.slots, dtype=ADMISSION)
+        self.steps = 0
 
     def reset(self) -> None:
         self.done[:] = True
@@ -76,15 +91,40 @@ class ScriptedEngine:
             self.seed[slot] = (int(admission["seed_high"]) << 32 | int(admission["seed_low"])) - (int(admission["seed_high"]) >> 31 << 64)
             self.ignore_eos[slot] = bool(admission["flags"] & SlotFlag.IGNORE_EOS)
             self.stop_ids[slot] = frozenset(admission["stop_ids"].tolist())
+            self.sampling[slot] = admission
         return ScriptedStep(self, plan)
 
     def play(self, slot: int) -> int:
         """The next token of a slot, whose `length` counts the tokens in the cache."""
-        script = self.script.by_seed.get(int(self.seed[slot]), self.script.default)
-        token = script.token(int(self.length[slot] - self.begun[slot]), self.facts.eos_ids[0])
+        play = self.script.by_seed.get(int(self.seed[slot]), self.script.default)
+        if play.logits:
+            token = sampled(play.logits, self.sampling[slot], int(self.seed[slot]), int(self.length[slot]))
+        else:
+            token = play.token(int(self.length[slot] - self.begun[slot]), self.facts.eos_ids[0])
         ended = (token in self.facts.eos_ids and not self.ignore_eos[slot]) or token in self.stop_ids[slot]
         self.done[slot] |= ended or self.length[slot] + 1 >= self.max_length[slot]
         return token
+
+
+def sampled(logits: list[float], admission: np.void, seed: int, position: int) -> int:
+    """What the real sampler chooses for the token at `position`, by the admission's parameters."""
+    import torch  # only who plays logits pays for it
+
+    from kernels.sampling import sample
+
+    def column(value: float | int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([value], dtype=dtype)
+
+    token = sample(
+        torch.tensor([logits], dtype=torch.float32),
+        column(float(admission["temperature"]), torch.float32),
+        column(int(admission["top_k"]), torch.int32),
+        column(float(admission["top_p"]), torch.float32),
+        column(float(admission["min_p"]), torch.float32),
+        column(seed, torch.int64),
+        column(position, torch.int32),
+    )
+    return int(token)
 
 
 class ScriptedStep:
@@ -93,7 +133,9 @@ class ScriptedStep:
 
     def run(self) -> Int32s:
         engine, plan = self.engine, self.plan
-        time.sleep(engine.script.step_s)
+        if engine.steps % engine.script.tokens_per_step == 0:
+            time.sleep(engine.script.step_s)
+        engine.steps += 1
         ids = []
         for slot in plan.decode_slots.tolist():
             if not engine.done[slot]:
