@@ -26,7 +26,7 @@ TEXTS = {  # by seed
 
 
 @pytest.fixture(scope="module")
-def tokenizer(weightless_model: Path) -> PreTrainedTokenizerFast:
+def tokenizer(weightless_model: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(weightless_model)
 
 
@@ -146,7 +146,7 @@ def test_can_01_a_client_that_leaves_a_stream(stack: Stack) -> None:
 async def test_can_01_a_client_that_leaves_a_whole_answer(stack: Stack) -> None:
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
         work = client.completions.create(model="tiny", prompt="hi", seed=ENDLESS, max_tokens=250, extra_body={"ignore_eos": True})
-        call = asyncio.create_task(work)  # type: ignore[arg-type]
+        call = asyncio.create_task(work)
         await asyncio.to_thread(eventually, lambda: not at_rest(stack))
         call.cancel()
         await asyncio.to_thread(eventually, lambda: at_rest(stack), 2)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_smp_10_logits_are_sampled_as_the_request_asks(tmp_path: Path) -> None:
     play = driver(tmp_path, {"default": {"logits": logits}})
     assert play.prefill(0, [1], temperature=0.0) == 1
 
-    def counts(draws: int, **sampling: object) -> Counter[int]:
+    def counts(draws: int, **sampling: Any) -> Counter[int]:
         return Counter(play.prefill(0, [1], seed_low=seed, **sampling) for seed in range(draws))
 
     draws = 5000
