@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.distance import distance
 from benchmarks.gateway import gateway
 from benchmarks.overhead import overhead
 from benchmarks.report import Report
@@ -37,6 +38,19 @@ def _gateway(
 ) -> None:
     """What the gateway adds to a token, and stalls of its event loop, with an engine that plays a script."""
     _finish(gateway(streams, tokens), out)
+
+
+@app.command("distance")
+def _distance(
+    model: Annotated[list[str], typer.Option(help="0.6b, 8b or 14b; repeatable.")] = ["0.6b", "8b"],  # noqa: B006
+    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [1, 32, 256],  # noqa: B006
+    delay_ms: Annotated[list[float], typer.Option(min=0, help="One way; the first is what others are compared with.")] = [0, 1, 5],  # noqa: B006
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Of each of a run's two loads.")] = 2.5,
+    out: Out = OUT,
+) -> None:
+    """What a distance between scheduler and worker costs, with a simulated H200 and a proxy that delays every byte."""
+    _finish(distance(model, rows, delay_ms, repeats, seconds), out)
 
 
 def _finish(report: Report, out: Path) -> None:
