@@ -20,19 +20,19 @@ from services.worker.moe.grouped import grouped
 from shared.errors import ConfigError
 
 # x [T, D], weight [N, D], bias [N] or None -> [T, N]
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+LinearBackend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # q [T, Q, H], a layer's cache, the batch, the scale of scores, the window or None -> [T, Q, H]; see `attention.paged`
-Attend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
+AttentionBackend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
 # x [T, D], gate_up [E, 2 * I, D], down [E, D, I], weights and ids [T, N] -> [T, D]; see `moe.reference`
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+ExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Backends:
     group: Communicator
-    linear: Linear
-    attend: Attend
-    experts: Experts
+    linear: LinearBackend
+    attend: AttentionBackend
+    experts: ExpertsBackend
 
 
 def backends(group: Communicator, device: torch.device, deterministic: bool) -> Backends:

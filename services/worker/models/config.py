@@ -5,6 +5,7 @@ and what is not in IGNORED is told to the operator. No torch here: the superviso
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +89,7 @@ class PerLayerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class BaseFields(BaseModel):
+class BaseFields(BaseModel, ABC):
     """What is read of a JSON object, with transformers' names and defaults; nothing is converted, 4096.0 is no number of positions."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
@@ -102,9 +103,9 @@ class BaseFields(BaseModel):
         if value:
             raise ValueError(f"quantised checkpoints ({value.get('quant_method', 'unknown method')}) are not supported")
 
+    @abstractmethod
     def config(self) -> ModelConfig:
         """The shape that the fields describe. Raises ConfigError for one that cannot be."""
-        raise NotImplementedError
 
     def unknown(self) -> list[str]:
         """Names of the file's fields that are neither read nor known to be without effect."""

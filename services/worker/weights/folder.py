@@ -49,7 +49,8 @@ class ModelFolder:
     def eos_ids(self) -> tuple[int, ...]:
         """The union of what config.json, generation_config.json and the tokenizer call the end: each may name one of its own."""
         found: set[int] = set()
-        for source in (self.config, self._optional("generation_config.json")):
+        # Beside an image model, the language model has a config of its own.
+        for source in (self.config, self.config.get("text_config") or {}, self._optional("generation_config.json")):
             value = source.get("eos_token_id")
             found.update(value if isinstance(value, list) else [] if value is None else [value])
         token = self._optional("tokenizer_config.json").get("eos_token")

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.moe import moe
-from services.worker.layers.backends import Experts
+from services.worker.layers.backends import ExpertsBackend
 from services.worker.moe.grouped import grouped
 from services.worker.moe.reference import every_expert
 
-BACKENDS: dict[str, Experts] = {"reference": every_expert, "grouped": partial(grouped, linear=F.linear), "kernel": moe}
+BACKENDS: dict[str, ExpertsBackend] = {"reference": every_expert, "grouped": partial(grouped, linear=F.linear), "kernel": moe}
 
 
 def expected(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

@@ -94,3 +94,11 @@ def test_random_weights_are_the_same_however_they_are_cut(tmp_path: Path):
     assert abs(float(whole.target.mean())) < 0.02
     assert 0.48 < float(whole.target.std()) < 0.52
     assert not torch.equal(whole.target, other.target)
+
+
+def test_eos_ids_are_united_from_every_file_that_names_one(folder):
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": [2, 9]}}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 11, "content": "<end>"}, {"id": 12, "content": "<pad>"}]}))
+    assert ModelFolder(folder).eos_ids == (2, 5, 7, 9, 11)
