@@ -69,7 +69,7 @@ def sample_torch(
     scaled = logits / temperature.where(random, 1.0)[:, None]
     filtered = random & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1) | (min_p > 0))
     if bool(filtered.any()):
-        dropped = ~_kept(logits[filtered], temperature[filtered], top_k[filtered], top_p[filtered], min_p[filtered])
+        dropped = ~kept(logits[filtered], temperature[filtered], top_k[filtered], top_p[filtered], min_p[filtered])
         scaled[filtered] = scaled[filtered].masked_fill_(dropped, -torch.inf)
     if bool(random.any()):
         ids = torch.arange(first, first + logits.shape[1], device=logits.device)
@@ -78,7 +78,8 @@ def sample_torch(
     return (greedy_torch(scaled) + first).masked_fill_(failed, FAILED.value)
 
 
-def _kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which columns the filters of `sample` keep: `[B, V]` bool; equal logits in the order of their columns."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     scaled = (ordered - ordered[:, :1]) / temperature[:, None]
     rank = torch.arange(logits.shape[1], device=logits.device)

@@ -36,6 +36,12 @@ class WorkerMetrics:
         self.refused = Counter(
             "lockstep_worker_plans_refused", "Plans that were not executed since they could have done harm.", labels, registry=registry
         )
+        self.gathered = Counter(
+            "lockstep_worker_rows_gathered",
+            "Rows whose logits were gathered whole, since no candidates can stand for them.",
+            labels,
+            registry=registry,
+        )
         self.streams = Counter("lockstep_worker_streams", "Execute streams that took the group over.", labels, registry=registry)
         self.ready = Gauge("lockstep_worker_ready", "1 while the group can compute.", labels, registry=registry)
         self.queued = Gauge("lockstep_worker_queued_plans", "Plans that have come and are not launched in full.", labels, registry=registry)
@@ -60,6 +66,7 @@ class GroupMetrics:
         self._steps = {kind: all_groups.step.labels(engine, kind) for kind in ("decode", "prefill")}
         self._busy, self._idle = all_groups.busy.labels(engine), all_groups.idle.labels(engine)
         self._plans, self._refused = all_groups.plans.labels(engine), all_groups.refused.labels(engine)
+        self._gathered, self._gathered_rows = all_groups.gathered.labels(engine), 0
         self._streams = all_groups.streams.labels(engine)
         self._memory = [
             {use: all_groups.device_memory.labels(engine, str(rank), use) for use in ("weights", "kv_cache")} for rank in range(ranks)
@@ -92,6 +99,11 @@ class GroupMetrics:
 
     def plan_refused(self) -> None:
         self._refused.inc()
+
+    def rows_gathered(self, rows: int) -> None:
+        """So many since the group started."""
+        self._gathered.inc(rows - self._gathered_rows)
+        self._gathered_rows = rows
 
     def stream_taken(self) -> None:
         self._streams.inc()

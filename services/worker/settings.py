@@ -32,10 +32,14 @@ class WorkerSettings(Settings):
     leader_address: str | None = Field(None, min_length=1, description="Where several nodes meet; default: LWS_LEADER_ADDRESS.")
     leader_port: int = Field(29500, ge=1, le=65535, description="Port of the leader at which the ranks of several nodes meet.")
     communicator: CommunicatorKind = Field("auto", description="How ranks add up: torch (gloo, on GPUs NCCL) or pynccl; auto: torch.")
+    sampling_gather: Literal["full", "candidates"] = Field(
+        "full", description="What ranks exchange to sample: all logits, or each its best candidates; the same tokens."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: its share of the CPUs.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU.")
     deterministic: bool = Field(
-        False, description="On a CPU: a row's bits depend on its own tokens alone, not on batch, chunk or page size. One thread a rank, slow."
+        False,
+        description="On a CPU: a row's bits depend on its own tokens alone, not on batch, chunk or page size. One thread a rank, slow.",
     )
     load_format: LoadFormat = Field("auto", description="auto: the folder's safetensors files; random: made up, for benchmarks.")
     max_model_len: int | None = Field(None, ge=1, description="Tokens of prompt and completion together; default: what the model allows.")

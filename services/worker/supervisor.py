@@ -95,6 +95,7 @@ class Supervisor:
         self._ready = asyncio.Event()
         self._ring: Ring
         self._ranks: list[_Rank] = []
+        self._board: Board | None = None  # where ranks are processes
         self._lost_a_peer: set[int] = set()  # ranks that end since another one has
         self._facts: dict[int, Facts] = {}  # by rank, of those that are ready
         self._queue: LaunchOrder[_Queued] = LaunchOrder()
@@ -119,7 +120,7 @@ class Supervisor:
         if settings.nodes > 1:
             raise ConfigError(f"nodes: {settings.nodes}: plans reach the ranks of one node only, so a group has one")
         rendezvous = Rendezvous.on_one_node(ranks, Path(self._scratch.name))
-        self._board = Board(ranks)
+        self._board = board = Board(ranks)
         ring = create_ring()
         bells = [os.eventfd(0) for _ in range(ranks)]
         self._ring = RingWriter(ring, bells)
@@ -143,17 +144,18 @@ class Supervisor:
                 ring_fd=ring,
                 bell_fd=bell,
                 socket_fd=theirs.fileno(),
-                board_fd=self._board.descriptor,
+                board_fd=board.descriptor,
                 communicator=settings.communicator,
                 start_timeout_s=settings.start_deadline_s,
                 step_timeout_s=DEADLINE_FACTOR * settings.step_deadline_s,
                 load_format=settings.load_format,
+                sampling_gather=settings.sampling_gather,
                 deterministic=settings.deterministic,
                 log_level=settings.log_level,
             )
             process = subprocess.Popen(
                 [sys.executable, "-m", "services.worker.rank", spec_to_json(spec)],
-                pass_fds=(ring, bell, theirs.fileno(), self._board.descriptor),
+                pass_fds=(ring, bell, theirs.fileno(), board.descriptor),
                 env={**RANK_ENVIRONMENT, **os.environ},
             )
             theirs.close()
@@ -196,7 +198,7 @@ class Supervisor:
 
     def _stalled(self) -> str:
         """Who is behind, where ranks are processes."""
-        return f": {self._board.stalled([rank.process.pid for rank in self._ranks])}" if self._ranks else ""
+        return f": {self._board.stalled([rank.process.pid for rank in self._ranks])}" if self._board else ""
 
     def _enter(self, phase: str, progress: float) -> None:
         self.phase, self.progress = phase, progress
@@ -322,6 +324,8 @@ class Supervisor:
         self.metrics.iteration(done.end_us - done.start_us, done.idle_us, prefill=len(queued.plan.prefill_slots) > 0)
         if len(queued.done) == queued.plan.iterations:
             self.metrics.plan_done()
+            if self._board is not None:
+                self.metrics.rows_gathered(self._board.gathered_rows)
             queued.on_result(
                 Result(
                     plan_id=done.plan,

@@ -1,6 +1,6 @@
 """Where each rank of a group is, in shared memory: the supervisor reads it when the group stalls, to name who is behind.
 
-    64 bytes a rank, a cache line: moves so far, place (int64 both)
+    64 bytes a rank, a cache line: moves so far, place, rows gathered (int64 all)
 
 All ranks of a group go through the same places in the same order, so whoever has moved least is who the others wait for.
 """
@@ -53,6 +53,10 @@ class Mark:
         self._line[1] = place
         self._line[0] += 1
 
+    def count_gathered(self, rows: int) -> None:
+        """Rows whose logits were gathered whole, though candidates were asked for."""
+        self._line[2] += rows
+
 
 class Board:
     """All lines, for the supervisor, who makes it."""
@@ -62,6 +66,11 @@ class Board:
         os.ftruncate(self.descriptor, ranks * RANK_BYTES)
         self._lines = memoryview(mmap.mmap(self.descriptor, 0)).cast("q")
         self._ranks = range(ranks)
+
+    @property
+    def gathered_rows(self) -> int:
+        """As rank 0 has counted them, which all count alike."""
+        return self._lines[2]
 
     def stalled(self, pids: Sequence[int]) -> str:
         """Which ranks the others wait for, and where all of them are; pids by rank."""

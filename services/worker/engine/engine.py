@@ -11,6 +11,7 @@ from services.worker.distributed.board import Mark
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.batch import Batch
 from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
+from services.worker.engine.sampling import CandidateSampler, FullSampler, Sampler
 from services.worker.engine.slots import Slots
 from services.worker.kvcache import CacheShape, allocate
 from services.worker.layers.backends import backends
@@ -37,6 +38,7 @@ class TorchEngine:
         torch.set_num_threads(1 if spec.deterministic else spec.threads)
         torch.set_grad_enabled(False)
         device = torch.device("cpu")
+        mark = Mark(spec.board_fd, spec.rank)
         if group is None:
             progress("meeting the other ranks", 0.0)
             group = communicator(
@@ -47,7 +49,7 @@ class TorchEngine:
                 spec.communicator,
                 spec.start_timeout_s,
                 spec.step_timeout_s,
-                Mark(spec.board_fd, spec.rank),
+                mark,
             )
 
         folder = ModelFolder(spec.model, spec.load_format)
@@ -76,6 +78,8 @@ class TorchEngine:
         self.caches = allocate(shape, pages, device)
         self.page_size = spec.page_size
         eos_ids = torch.tensor(folder.eos_ids, dtype=torch.int32, device=device)
+        head = self.model.head
+        self.sampler: Sampler = CandidateSampler(head, mark) if spec.sampling_gather == "candidates" else FullSampler(head)
         self.slots = Slots(spec.slots, pages_per_slot, eos_ids)
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         self.memory = Memory(weights, kv_cache=pages * shape.page_bytes)
@@ -110,17 +114,16 @@ class TorchStep:
         return self.choose(*self.forward())
 
     def forward(self) -> tuple[Batch, Tensor]:
-        """This iteration's batch and its logits `[B, V]` float32, before anything is forbidden or sampled."""
+        """This iteration's batch and its logits float32, as the sampler wants them, before anything is forbidden or sampled."""
         batch = self._batch()
-        logits: Tensor = self.engine.model(batch, self.engine.caches)
-        return batch, logits
+        return batch, self.engine.sampler.logits(self.engine.model(batch, self.engine.caches))
 
     def choose(self, batch: Batch, logits: Tensor) -> Int32s:
-        """Samples from logits `[B, V]`, which it may change, and advances the slots -> ids `[B]`."""
-        state, slots = self.engine.slots, batch.slots.long()
+        """Samples from logits, which it may change, and advances the slots -> ids `[B]`."""
+        state, sampler, slots = self.engine.slots, self.engine.sampler, batch.slots.long()
         flags = torch.cat((self.sections["decode_flags"], self.sections["prefill_flags"]))
-        state.forbid_early_end(logits, slots, batch.lengths)
-        tokens = state.sample(logits, slots, batch.lengths)
+        state.forbid_early_end(logits, slots, batch.lengths, sampler.first)
+        tokens = sampler.choose(logits, state.sampling(slots, batch.lengths))
         ids: Int32s = state.advance(slots, batch.lengths, tokens, (flags & RowFlag.SAMPLE) != 0).numpy()
         return ids
 

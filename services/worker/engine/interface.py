@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from services.worker.distributed.rendezvous import CommunicatorKind
 from services.worker.weights.folder import LoadFormat
@@ -38,6 +38,7 @@ class RankSpec:
     start_timeout_s: float = 1800.0  # of the ranks' meeting
     step_timeout_s: float = 600.0  # of a collective
     load_format: LoadFormat = "auto"
+    sampling_gather: Literal["full", "candidates"] = "full"
     deterministic: bool = False
     log_level: str = "info"
 

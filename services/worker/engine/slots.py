@@ -6,7 +6,7 @@ S slots, A admissions, B rows.
 import torch
 from torch import Tensor
 
-from kernels.sampling import greedy, sample
+from services.worker.engine.sampling import Sampling
 from shared.protocol.plan import ADMISSION, MAX_STOP_IDS, NO_STOP_ID, NO_TOKEN, SlotFlag
 
 _COLUMN = {name: offset // 4 for name, (_, offset) in ((name, ADMISSION.fields[name][:2]) for name in ADMISSION.names or ())}  # type: ignore[index]
@@ -66,23 +66,26 @@ class Slots:
     def grant(self, slots: Tensor, indexes: Tensor, pages: Tensor) -> None:
         self.page_table[slots.long(), indexes.long()] = pages
 
-    def forbid_early_end(self, logits: Tensor, slots: Tensor, lengths: Tensor) -> None:
-        """Sets the logits `[B, V]` of ids that would end a row below its least length to -inf; lengths `[B]` as in `advance`."""
+    def forbid_early_end(self, logits: Tensor, slots: Tensor, lengths: Tensor, first: int = 0) -> None:
+        """Sets the logits of ids that would end a row below its least length to -inf; lengths `[B]` as in `advance`.
+
+        logits `[B, L]`: of the vocabulary ids from `first` on.
+        """
         early = lengths < self.min_length[slots]
         if not bool(early.any()):
             return
         rows = early.nonzero()
         eos = rows[~self.ignore_eos[slots[early]]]
-        logits[eos, self.eos_ids.long()] = -torch.inf
+        eos_columns = self.eos_ids.long() - first
+        logits[eos, eos_columns[_within(logits, eos_columns)]] = -torch.inf
         stops = self.stop_ids[slots[early]].long()
-        logits[rows.expand_as(stops)[stops != NO_STOP_ID], stops[stops != NO_STOP_ID]] = -torch.inf
+        columns = stops - first
+        forbidden = (stops != NO_STOP_ID) & _within(logits, columns)
+        logits[rows.expand_as(stops)[forbidden], columns[forbidden]] = -torch.inf
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Tokens `[B]` int32; a row's noise depends on its seed and the position `[B]` of the token in its sequence only."""
-        temperature = self.temperature[slots]
-        if not bool(temperature.any()):
-            return greedy(logits)
-        return sample(logits, temperature, self.top_k[slots], self.top_p[slots], self.min_p[slots], self.seed[slots], positions)
+    def sampling(self, slots: Tensor, positions: Tensor) -> Sampling:
+        """How rows are sampled; a row's noise depends on its seed and the position `[B]` of the token in its sequence only."""
+        return Sampling(self.temperature[slots], self.top_k[slots], self.top_p[slots], self.min_p[slots], self.seed[slots], positions)
 
     def advance(self, slots: Tensor, lengths: Tensor, tokens: Tensor, samples: Tensor) -> Tensor:
         """After a step: tokens `[B]` int32 sampled, lengths `[B]` int32 now in the cache, samples `[B]` bool the rows that yield one.
@@ -99,3 +102,7 @@ class Slots:
         self.last_token[slots] = tokens.where(took, self.last_token[slots])
         self.done[slots] |= failed | (took & ends)
         return tokens.where(took | failed, NO_TOKEN)
+
+
+def _within(logits: Tensor, columns: Tensor) -> Tensor:
+    return (columns >= 0) & (columns < logits.shape[1])

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from kernels.embedding import embedding
+from services.worker.distributed.communicator import Communicator
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import ALL
 from services.worker.weights.shards import Shard
 
 
 class VocabularyTable(nn.Module):
-    """`weight` `[V_local, D]`: V padded to a multiple of the ranks; rows past V are zeros, and their logits cut off."""
+    """`weight` `[V_local, D]`: V padded to a multiple of the ranks; rows past V are zeros, and their logits -inf."""
 
     def __init__(self, vocab_size: int, hidden_size: int, backends: Backends) -> None:
         super().__init__()
@@ -26,9 +27,19 @@ class VocabularyTable(nn.Module):
         """ids `[T]` -> `[T, D]`, the same on every rank."""
         return self.backends.group.all_reduce(embedding(ids, self.weight, self.first))
 
+    @property
+    def group(self) -> Communicator:
+        return self.backends.group
+
+    def local_logits(self, x: Tensor) -> Tensor:
+        """x `[B, D]` -> `[B, V_local]` float32: of this rank's ids, -inf for its padding."""
+        logits = self.backends.linear(x, self.weight, None).float()
+        logits[:, self.real :] = -torch.inf
+        return logits
+
     def logits(self, x: Tensor) -> Tensor:
         """x `[B, D]` -> `[B, V]` float32, the same on every rank."""
-        return self.backends.group.all_gather(self.backends.linear(x, self.weight, None).float())[:, : self.vocab_size]
+        return self.group.all_gather(self.local_logits(x))[:, : self.vocab_size]
 
     def shards(self, name: str) -> Iterator[Shard]:
         first = min(self.first, self.vocab_size)

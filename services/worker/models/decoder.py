@@ -61,14 +61,14 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config.rope, config.head_dim, max_length)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """Logits `[B, V]` float32 of each row's last token."""
+        """Hidden states `[B, D]` of each row's last token, as the head takes them."""
         x = self.embedding.embed(batch.ids)
         residual = torch.zeros_like(x)
         rotation = self.rotary(batch.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, residual, batch, cache, rotation)
         last = batch.last_tokens
-        return self.head.logits(self.norm.add(x[last], residual[last]))
+        return self.norm.add(x[last], residual[last])
 
     @staticmethod
     def plain(name: str) -> str:

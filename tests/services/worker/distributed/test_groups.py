@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -28,11 +29,12 @@ SIZES = ("--page-size", "4", "--num-pages", "100", "--max-num-seqs", "4", "--max
 class Running:
     """A worker of random weights; the deviation tells models apart."""
 
-    def __init__(self, folder: Path, deviation: float, ranks: int, step_deadline_s: float) -> None:
+    def __init__(self, folder: Path, deviation: float, ranks: int, step_deadline_s: float, gather: str) -> None:
         self.model = weightless_model(folder / "model", initializer_range=deviation)
         deadline = ("--step-deadline-s", str(step_deadline_s))
         tensor_parallel = ("--tensor-parallel-size", str(ranks), "--threads", "1")
-        self.worker = Worker(folder, "--model", str(self.model), "--load-format", "random", *tensor_parallel, *SIZES, *deadline)
+        weights = ("--load-format", "random", "--sampling-gather", gather)
+        self.worker = Worker(folder, "--model", str(self.model), *weights, *tensor_parallel, *SIZES, *deadline)
 
     @asynccontextmanager
     async def execution(self, stream: int) -> AsyncIterator[Execution]:
@@ -46,16 +48,16 @@ class Running:
         return [driver.prefill(0, PROMPT, flags=1), *(token for (token,) in driver.decode(0, iterations=8 * bursts))]
 
 
-def prefill() -> Plan:
+def prefill(plan_id: int = 1, **sampling: float) -> Plan:
     pages = np.arange(PAGES, dtype=np.int32)
     return Plan(
-        1,
+        plan_id,
         prefill_slots=int32s(0),
         prefill_starts=int32s(0),
         prefill_lengths=int32s(len(PROMPT)),
         prefill_flags=int32s(1),
         prefill_ids=int32s(*PROMPT),
-        admissions=admission(0, LENGTH, flags=1, epoch=1),
+        admissions=admission(0, LENGTH, flags=1, epoch=1, **sampling),
         grant_slots=np.zeros_like(pages),
         grant_indexes=pages,
         grant_pages=pages + 1,
@@ -82,8 +84,8 @@ async def ended(stream: Execution) -> None:
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Running]]:
     """Of four ranks and of two, started at once."""
     started = (
-        Running(tmp_path_factory.mktemp("four"), 0.2, 4, step_deadline_s=30),
-        Running(tmp_path_factory.mktemp("two"), 0.3, 2, step_deadline_s=1.5),
+        Running(tmp_path_factory.mktemp("four"), 0.2, 4, step_deadline_s=30, gather="candidates"),
+        Running(tmp_path_factory.mktemp("two"), 0.3, 2, step_deadline_s=1.5, gather="full"),
     )
     yield started
     for group in started:
@@ -100,10 +102,21 @@ async def test_tp_09_two_groups_on_one_host_answer_for_themselves(groups: tuple[
     assert answers[0] != answers[1]
 
 
+async def test_rows_that_no_candidates_can_stand_for_are_counted(groups: tuple[Running, Running]) -> None:
+    four, _ = groups
+    async with four.execution(2) as stream:
+        for plan_id, sampling in enumerate(({"top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 5}), 1):
+            stream.send(prefill(plan_id, **sampling))
+            await stream.result()
+    async with httpx.AsyncClient(base_url=four.worker.admin_url, trust_env=False) as client:
+        assert 'lockstep_worker_rows_gathered_total{engine="group-0"} 1.0' in (await client.get("/metrics")).text
+    assert four.worker.log.count("such rows gather all logits") == 4  # once a rank
+
+
 async def test_tp_07_a_rank_killed_while_others_add_up_is_named(groups: tuple[Running, Running]) -> None:
     four, two = groups
     ranks = four.worker.ranks()
-    async with four.execution(2) as stream:
+    async with four.execution(3) as stream:
         ranks[2].send_signal(signal.SIGSTOP)
         stream.send(prefill())
         result = asyncio.create_task(stream.result())
