@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.noise import GAMMA, _finalise, _signed, gumbel, gumbel_block
+from kernels.noise import GAMMA, UNIFORM_BITS, UNIFORM_STEP, _finalise, _signed, gumbel, gumbel_block
 from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 1234567]
@@ -62,3 +62,8 @@ def test_is_standard_gumbel_and_finite():
     sigma = (torch.pi**2 / 6 / noise.numel()) ** 0.5
     assert abs(noise.mean().item() - 0.57721566) < 4 * sigma
     assert noise.var().item() == pytest.approx(torch.pi**2 / 6, rel=0.02)
+
+
+def test_the_largest_uniform_is_below_one():
+    largest = (torch.tensor(2.0**UNIFORM_BITS - 1) + 0.5) * UNIFORM_STEP.value
+    assert -torch.log(-torch.log(largest)) < torch.inf  # a bit more and one id in 2**24 would win against any logit
