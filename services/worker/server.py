@@ -23,6 +23,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[pb.ExecutionExecuteRequest]
 
 
+GONE = "the scheduler has gone"
+
+
 class Fenced(LockstepError):
     """A newer stream has taken the group over."""
 
@@ -32,7 +35,14 @@ class ExecuteStream:
 
     def __init__(self, epoch: int, number: int) -> None:
         self.epoch, self.number = epoch, number
+        self._told = False
         self.outbox: Outbox[pb.ExecutionExecuteResponse] = Outbox(lambda: pb.ExecutionExecuteResponse(heartbeat=pb.ExecuteHeartbeat()))
+
+    def tell_end(self, cause: str) -> None:
+        """Logs how the stream ended, once: several tasks may notice it."""
+        if not self._told:
+            self._told = True
+            logger.warning("stream %d.%d: %s", self.epoch, self.number, cause)
 
     def on_result(self, result: Result) -> None:
         now_us = time.monotonic_ns() // 1000
@@ -131,7 +141,6 @@ class ExecutionService(ExecutionServicer):
             reader = asyncio.create_task(self._read(incoming, group, supervisor, stream))
             async for message in stream.outbox:
                 yield message
-            logger.warning("stream %d.%d: the scheduler has gone", stream.epoch, stream.number)
         except PlanError as error:
             supervisor.metrics.plan_refused()
             logger.error("stream %d.%d: plan refused: %s", stream.epoch, stream.number, error)
@@ -141,10 +150,10 @@ class ExecutionService(ExecutionServicer):
         except GroupFailed as error:  # `main` tells it
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except LockstepError as error:
-            logger.warning("stream %d.%d: %s", stream.epoch, stream.number, error)
+            stream.tell_end(str(error))
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except asyncio.CancelledError:  # by grpc, when the connection breaks
-            logger.warning("stream %d.%d: the scheduler has gone", stream.epoch, stream.number)
+            stream.tell_end(GONE)
             raise
         finally:
             if reader is not None:
@@ -185,6 +194,7 @@ class ExecutionService(ExecutionServicer):
                     return
                 if message.WhichOneof("message") == "plan":
                     supervisor.submit(decode(message.plan), message.plan, stream.on_result)
+            stream.tell_end(GONE)  # here, since nobody may be reading the outbox any more
             stream.outbox.close()
         except LockstepError as error:
             stream.outbox.close(error)
