@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.capacity import Fleet, Load, Objectives, capacity
 from benchmarks.distance import distance
 from benchmarks.gateway import gateway
 from benchmarks.overhead import overhead
@@ -38,6 +39,29 @@ def _gateway(
 ) -> None:
     """What the gateway adds to a token, and stalls of its event loop, with an engine that plays a script."""
     _finish(gateway(streams, tokens), out)
+
+
+@app.command("capacity")
+def _capacity(
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 100.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="On average.")] = 500,
+    output_tokens: Annotated[int, typer.Option(min=2, help="On average.")] = 200,
+    ttft_ms: Annotated[float, typer.Option(min=1, help="Objective: time to first token.")] = 500.0,
+    tpot_ms: Annotated[float, typer.Option(min=1, help="Objective: time per token after the first.")] = 25.0,
+    share: Annotated[float, typer.Option(min=0.5, max=1, help="Of the requests, that must meet both.")] = 0.95,
+    model: Annotated[str, typer.Option(help="0.6b, 8b or 14b.")] = "8b",
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200 or l40s.")] = "h200",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of a group.")] = 1,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that a group computes at a time.")] = 256,
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 512,
+    delay_ms: Annotated[float, typer.Option(min=0, help="Between scheduler and groups, one way.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Virtual time of a run.")] = 20.0,
+    out: Out = OUT,
+) -> None:
+    """How many groups a load needs to meet its objectives: the scheduler and simulated groups on a virtual clock."""
+    fleet = Fleet(0, gpu, model, tensor_parallel_size, max_num_seqs, max_step_tokens, round(delay_ms * 1e3))
+    load, objectives = Load(rate, prompt_tokens, output_tokens), Objectives(ttft_ms / 1e3, tpot_ms / 1e3, share)
+    _finish(capacity(fleet, load, objectives, seconds), out)
 
 
 @app.command("distance")

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub
-from shared.protocol.plan import ids_to_bytes
+from shared.protocol.plan import ids_from_bytes, ids_to_bytes
 from shared.rpc import PROTOCOL_VERSION, Outbox, channel, received
 
 START_S = 60.0
@@ -46,14 +46,10 @@ def build_proxy(folder: Path) -> Path:
 @contextlib.contextmanager
 def distant(proxy: Path, port: int, delay_us: int) -> Iterator[int]:
     """A port that leads to `port`, `delay_us` away each way."""
-    process = subprocess.Popen([str(proxy), str(port), str(delay_us)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None  # both are pipes
-    assert process.stdout is not None
-    try:
+    command = [str(proxy), str(port), str(delay_us)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # ends with its input
+        assert process.stdout is not None  # it is a pipe
         yield int(process.stdout.readline())
-    finally:
-        process.stdin.close()
-        process.wait()
 
 
 @contextlib.contextmanager
@@ -96,10 +92,11 @@ async def counters(client: httpx.AsyncClient, port: int, prefix: str) -> dict[st
 class Answer:
     """What has come for one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt = prompt
+        self.ids: list[int] = []
         self.submitted_at = time.perf_counter()
         self.first_token_at: float | None = None
-        self.tokens = 0
         self.ended = asyncio.Event()
 
     @property
@@ -125,7 +122,7 @@ class Client:
         """A request with a prompt that no other has. Returns its number."""
         self._submitted += 1
         prompt = self._random.integers(EOS + 1, VOCAB_SIZE, prompt_tokens)
-        self._answers[self._submitted] = Answer()
+        self._answers[self._submitted] = Answer(prompt.tolist())
         message = pb.Submit(
             request=self._submitted,
             attempt=1,
@@ -160,8 +157,9 @@ class Client:
             for tokens in message.batch.tokens:
                 answer = self._answers[tokens.request]
                 answer.first_token_at = answer.first_token_at or now
-                answer.tokens += len(tokens.ids) // 4
-                self.tokens += len(tokens.ids) // 4
+                ids = ids_from_bytes(tokens.ids).tolist()
+                answer.ids += ids
+                self.tokens += len(ids)
             for rejected in message.batch.rejected:
                 raise RuntimeError(f"request {rejected.request} was rejected: {rejected.detail}")
             for finished in message.batch.finished:
