@@ -29,6 +29,13 @@ ALL = slice(None)
 RANKS = 4
 
 
+def test_a_pointer_of_git_lfs_is_told_as_such(tmp_path):
+    write(tmp_path, {"weight": torch.ones(2)})
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: a pointer of Git LFS, not the file: fetch it with git lfs pull"):
+        loaded(tmp_path, shard("weight", (2,)))
+
+
 @st.composite
 def sliced_shapes(draw):
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
