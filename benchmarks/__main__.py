@@ -9,6 +9,7 @@ from benchmarks.capacity import Fleet, Load, Objectives, capacity
 from benchmarks.distance import distance
 from benchmarks.gateway import gateway
 from benchmarks.overhead import overhead
+from benchmarks.planning import planning
 from benchmarks.report import Report
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -39,6 +40,16 @@ def _gateway(
 ) -> None:
     """What the gateway adds to a token, and stalls of its event loop, with an engine that plays a script."""
     _finish(gateway(streams, tokens), out)
+
+
+@app.command("planning")
+def _planning(
+    plans: Annotated[int, typer.Option(min=1, help="Of each run.")] = 1_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each number of requests.")] = 5,
+    out: Out = OUT,
+) -> None:
+    """What a plan and its result cost the scheduler, by the number of running requests."""
+    _finish(planning(plans, repeats), out)
 
 
 @app.command("capacity")

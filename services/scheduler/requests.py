@@ -91,7 +91,9 @@ class Request:
     def append(self, token: int) -> FinishReason | None:
         """Takes the next token of the completion; returns how it ends the request, if it does."""
         self.output.append(token)
-        return self.finish_reason()
+        if token in self.ending_ids or len(self.output) >= self.max_tokens:  # seldom: this runs for every token
+            return self.finish_reason()
+        return None
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the completion so far is whole: the rule by which the device stops a row itself."""

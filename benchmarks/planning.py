@@ -1,0 +1,94 @@
+"""What a plan and its result cost the scheduler: thread time of its core, gRPC apart, by the number of running requests."""
+
+import time
+from statistics import median
+
+from prometheus_client import CollectorRegistry
+
+from benchmarks.report import Plot, Report, Series
+from benchmarks.simulation import EOS
+from benchmarks.virtual import Clock, VirtualWorker
+from services.scheduler.group import Group
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.model import Model
+from services.scheduler.requests import Request
+from services.scheduler.steps import StepResult
+from services.scheduler.validation import to_request
+from services.worker.engine.roofline import GPUS, MODELS, Roofline
+from services.worker.engine.simulated import Language, SimulatedDevice
+from shared.protocol import generation_pb2 as pb
+from shared.protocol.plan import Limits, Plan, encode, ids_to_bytes
+
+ROWS = (1, 64, 256, 1024)
+ALLOWED_US, ALLOWED_US_PER_ROW = 200, 1
+MEAN_TOKENS = 300
+PROMPT = ids_to_bytes(list(range(3, 67)))
+VOCAB_SIZE = 32_000
+
+
+class _Timed(Group):
+    """Notes the thread time of each result, with the plans that follow from it, and of the requests taken in between."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self.spent_us = 0.0
+
+    def on_result(self, result: StepResult, now: float) -> None:
+        start = time.thread_time_ns()
+        super().on_result(result, now)
+        self.spent_us += (time.thread_time_ns() - start) / 1e3
+
+
+def planning(plans: int = 1_000, repeats: int = 5) -> Report:
+    """Requests that end after 300 tokens on average, each followed by another; 1 ms each way."""
+    measured = {rows: [_cost_us(rows, plans) for _ in range(repeats)] for rows in ROWS}
+    allowed = {rows: ALLOWED_US + ALLOWED_US_PER_ROW * rows for rows in ROWS}
+    return Report(
+        name="planning",
+        columns=("rows", "us a plan and result", "allowed us"),
+        rows=[(rows, median(measured[rows]), allowed[rows]) for rows in ROWS],
+        notes=(f"thread time, the plan's encoding included, gRPC apart; medians of {repeats} runs of {plans} plans",),
+        plots=[
+            Plot(
+                "Scheduling cost of a step",
+                "running requests",
+                "us",
+                [Series("measured", ROWS, [median(measured[rows]) for rows in ROWS]), Series("allowed", ROWS, list(allowed.values()))],
+            )
+        ],
+        raw={str(rows): values for rows, values in measured.items()},
+    )
+
+
+def _cost_us(rows: int, plans: int) -> float:
+    limits = Limits(slots=rows, pages=rows * 80 + 1_000, page_size=16, max_length=2_000, max_step_tokens=2_048, vocab_size=VOCAB_SIZE)
+    clock = Clock()
+    model = Model("simulated", VOCAB_SIZE, limits.max_length, frozenset({EOS}), ())
+    device = SimulatedDevice(limits, Language(VOCAB_SIZE, (EOS,), MEAN_TOKENS), Roofline(GPUS["h200"], MODELS["8b"]))
+    worker = VirtualWorker(clock, device, delay_us=1_000)
+    submitted = 0
+
+    def submit() -> None:
+        nonlocal submitted
+        submitted += 1
+        message = pb.Submit(request=submitted, attempt=1, prompt_ids=PROMPT, max_tokens=1_200, sampling=pb.Sampling(seed=1))
+        group.submit(to_request(message, 1, model, clock.now_s), clock.now_s)
+
+    def deliver(updated: list[Request], now: float) -> None:
+        for request in updated:
+            if request.end is not None:
+                clock.after(0, submit)
+
+    def send(plan: Plan) -> None:
+        encode(plan)
+        worker.send(plan)
+
+    engine = SchedulerMetrics("simulated", vllm_names=False, registry=CollectorRegistry()).engine("group-0")
+    group = worker.group = _Timed("group-0", limits, 0, limits.max_step_tokens, True, send, deliver, engine)
+    for _ in range(rows):
+        submit()
+    clock.run(3_000_000)  # lengths have spread
+    before, spent_us = worker.plans, group.spent_us
+    while worker.plans - before < plans:
+        clock.run(clock.now_us + 100_000)
+    return (group.spent_us - spent_us) / (worker.plans - before)
