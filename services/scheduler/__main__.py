@@ -67,6 +67,8 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             settings.overlap,
             settings.bursts,
             settings.jump,
+            settings.policy,
+            settings.prefix_cache,
             changed.set,
         )
         for target in settings.worker

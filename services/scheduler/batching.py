@@ -1,18 +1,16 @@
-"""What goes into one step: every decode row that may run, then prefill chunks, first come first served, within a budget of tokens.
+"""What goes into one step: which decode rows, and how much of which prompts.
 
-Long prompts are cut into chunks, so that they never stall running streams; a share of the budget is the prompts', so that many
-running streams never stall them.
+Long prompts are cut into chunks, so that they never stall running streams. Half of the prompts' tokens are for the prompt that has
+been admitted first, the other half for the shortest ones: a short prompt does not wait behind a long one, nor a long one for ever.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from services.scheduler.slots import Slots
 from shared.protocol.plan import Int32s
-
-PREFILL_SHARE = 4  # a quarter of the budget, when decode rows alone would fill it
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +23,51 @@ class Chunk:
     last: bool
 
 
-def decode_rows(slots: Slots, budget: int, prefill_waits: bool) -> Int32s:
-    """The slots of this step's decode rows; when not all fit, those that have waited longest."""
+Admit = Callable[[int | None], int | None]  # the slot of a request that starts now; with a number, if no more tokens are left of it
+
+
+def decode_rows(slots: Slots, most: int) -> Int32s:
+    """The slots of a step's decode rows; when more than `most` could run, those that have waited longest."""
     rows = slots.may_decode()
-    most = budget - max(budget // PREFILL_SHARE, 1) if prefill_waits else budget
     if len(rows) <= most:
         return rows
     return np.sort(rows[np.argsort(slots.last_plan[rows], kind="stable")[:most]])
 
 
-def prefill_chunks(slots: Slots, candidates: Iterator[int], budget: int) -> list[Chunk]:
-    """One chunk for each of `candidates`, slots in state PREFILL, from which no more are drawn than the budget feeds."""
-    chunks = []
-    while budget > 0 and (slot := next(candidates, None)) is not None:
-        start, target = int(slots.planned[slot]), int(slots.target[slot])
-        length = min(target - start, budget)
-        chunks.append(Chunk(slot, start, length, last=start + length == target))
-        budget -= length
-    return chunks
+def prefill_chunks(slots: Slots, prefilling: Iterable[int], admit: Admit, budget: int) -> list[Chunk]:
+    """At most one chunk for each slot; prefilling: those in state PREFILL, in order of admission. Admits no more than the budget feeds.
+
+    With nobody else to feed, the first gets all. So a prompt of n tokens, once admitted, needs at most 2n / budget steps as the
+    first, and the shortest prompt at most as many.
+    """
+    if budget <= 0:
+        return []
+    others = list(prefilling)
+    first = others.pop(0) if others else admit(None)
+    if first is None:
+        return []
+    lengths: dict[int, int] = {}
+
+    def left(slot: int) -> int:
+        return int(slots.target[slot] - slots.planned[slot]) - lengths.get(slot, 0)
+
+    def feed(slot: int, most: int) -> int:
+        length = min(left(slot), most)
+        lengths[slot] = lengths.get(slot, 0) + length
+        return length
+
+    others.sort(key=left, reverse=True)
+    budget -= feed(first, -(-budget // 2))
+    while budget > 0:
+        slot = admit(left(others[-1]) if others else None)
+        if slot is None:
+            if not others:
+                break
+            slot = others.pop()
+        budget -= feed(slot, budget)
+    if budget > 0 and left(first):
+        feed(first, budget)
+    return [
+        Chunk(slot, int(slots.planned[slot]), length, last=int(slots.planned[slot]) + length == slots.target[slot])
+        for slot, length in lengths.items()
+    ]

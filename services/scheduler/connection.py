@@ -13,6 +13,7 @@ from services.scheduler.group import Group, longest_request
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.model import Model
+from services.scheduler.policy import PolicyName
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.steps import StepResult
 from shared.errors import LockstepError, ProtocolError
@@ -45,6 +46,8 @@ class Worker:
         overlap: bool,
         bursts: bool,
         jump: bool,
+        policy: PolicyName,
+        prefix_cache: bool,
         on_change: Callable[[], None],
     ) -> None:
         """on_change: called when a group has come or gone."""
@@ -52,6 +55,8 @@ class Worker:
         self._scheduler, self._leadership, self._metrics = scheduler, leadership, metrics
         self._max_step_tokens = max_step_tokens
         self._overlap, self._bursts, self._jump = overlap, bursts, jump
+        self._policy: PolicyName = policy
+        self._prefix_cache = prefix_cache
         self._on_change = on_change
         self._streams: dict[str, asyncio.Task[None]] = {}  # by group
         self._told: dict[str, str] = {}  # the last thing logged of the worker ("") and of each group
@@ -149,6 +154,8 @@ class Worker:
                 self._metrics.engine(described.name),
                 self._bursts,
                 self._jump,
+                self._policy,
+                self._prefix_cache,
             )
             self._add(group, f"ready: {limits.slots} slots, {limits.pages} pages of {limits.page_size} tokens, stream {epoch}.{number}")
             async for message in received(aiter(call), "the worker"):

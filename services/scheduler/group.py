@@ -3,19 +3,23 @@
 `submit`, `end` and `on_result` are all that can happen to it; each sends the plans that the lead rule then allows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.scheduler import batching
+from services.scheduler.admission import Admissions
 from services.scheduler.lead import Lead, StepTimes
+from services.scheduler.memory import Memory
 from services.scheduler.metrics import EngineMetrics, EngineState
-from services.scheduler.pages import InvariantError, PagePool, PageState
+from services.scheduler.pages import InvariantError
+from services.scheduler.policy import POLICIES, PolicyName
 from services.scheduler.requests import End, Finished, Request
 from services.scheduler.slots import Slots, SlotState
 from services.scheduler.steps import Outstanding, StepResult, admission
-from services.scheduler.waiting import WaitingQueue
+from services.scheduler.tenants import Tenants
+from services.scheduler.waiting import Rank, WaitingQueue, rank
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import FINISH_REASON_ERROR
 from shared.protocol.plan import FAILED_ROW, Int32s, Limits, Plan, PlanFlag, RowFlag
@@ -48,26 +52,31 @@ class Group:
         metrics: EngineMetrics,
         bursts: bool = True,
         jump: bool = True,
+        policy: PolicyName = "mixed",
+        prefix_cache: bool = True,
     ) -> None:
         self.name = name
         self.limits = limits
         self.draining = False  # no new requests
-        self.pool = PagePool(limits.pages)
         self.slots = Slots(limits, highest_slot_epoch)
-        self.waiting = WaitingQueue()
+        self.memory = Memory(limits, self.slots, prefix_cache)
+        self.tenants = Tenants()
+        self.waiting = WaitingQueue(self.tenants)
         self.lead = Lead(overlap, bursts, jump)
         self.step_times = StepTimes()
-        self.promised_pages = 0  # that running requests will still be granted
         self.num_running = 0
         self.lead_us = 0  # of work queued behind the plan that runs, by estimate
         self.metrics = metrics
         self._max_step_tokens = min(max_step_tokens, limits.max_step_tokens)
+        self._policy = POLICIES[policy]
+        self._admissions = Admissions(self.waiting, self.slots, self.memory, limits.page_size)
         self._send, self._deliver = send, deliver
         self._outstanding: dict[int, Outstanding] = {}  # by plan id, in the order sent
         self._queued_us = 0  # sum of their estimates
         self._jumping_us = 0  # of those among them that jump
         self._next_plan_id = 0
         self._prefilling: dict[int, None] = {}  # slots in state PREFILL, in order of admission
+        self._leaving: list[int] = []  # slots that are being preempted
         self._retired: list[int] = []
         self._releases: list[int] = []  # retired slots whose done flag the device does not know to set
         self._updated: dict[Request, None] = {}  # to deliver
@@ -93,16 +102,15 @@ class Group:
 
     def state(self) -> EngineState:
         """For the metrics; may be called from any thread."""
-        usable = self.limits.pages - 1
         return EngineState(
             ready=not self.draining,
             running=self.num_running,
             waiting=len(self.waiting),
             waiting_tokens=self.waiting.tokens,
-            kv_usage=1 - self.pool.num_ready / usable,
-            pages={state.name.lower(): self.pool.count(state) for state in (PageState.READY, PageState.OWNED, PageState.COOLING)},
+            kv_usage=self.memory.usage,
+            pages=self.memory.state(),
             page_size=self.limits.page_size,
-            num_pages=usable,
+            num_pages=self.limits.pages - 1,
             outstanding_plans=len(self._outstanding),
             lead_s=self.lead_us / 1e6,
             lead_target_s=self.lead.target_us / 1e6,
@@ -129,7 +137,6 @@ class Group:
             raise ProtocolError(f"a result for plan {result.plan_id}, which is not outstanding")
         plan.check(result, self.limits.vocab_size)
         oldest = self.passed + 1 == result.plan_id
-        del self._outstanding[result.plan_id]
         self._queued_us -= plan.estimate_us
         self._jumping_us -= plan.estimate_us * plan.jumps
         step_us = max((result.end_us - result.start_us) // len(result.ids), 1)
@@ -137,7 +144,10 @@ class Group:
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
         for later, ids in zip(range(len(result.ids) - 1, -1, -1), result.ids, strict=True):
             self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
-            self._take(ids, plan, result.slot_epochs, now - later * step_us / 1e6)  # a burst's tokens came one after the other
+            current = self.slots.epoch[plan.slots] == result.slot_epochs
+            self._confirm(result.plan_id, plan.slots[current & (ids == FAILED_ROW)].tolist())
+            self._take(ids, plan, current, now - later * step_us / 1e6)  # a burst's tokens came one after the other
+        del self._outstanding[result.plan_id]  # not before: what is on its way for a slot that is given up has been taken
         if oldest:
             self._finalise_passed()
         self._advance(now)
@@ -145,26 +155,45 @@ class Group:
     def retire(self, slot: int, end: End | None, *, release: bool) -> None:
         """The one way out of a slot: no further rows or grants; finalised once its last plan has passed.
 
-        end: of the request; None when it leaves the slot to go on elsewhere. release: the device must be told that the row is done.
+        end: of the request; None when it waits for another slot. release: the device must be told that the row is done.
         """
-        request = self.slots.requests[slot]
+        slots = self.slots
+        request = slots.requests[slot]
         if request is None:
             raise InvariantError(f"slot {slot} is retired and has no running request")
-        self.promised_pages -= self._pages(request) - int(self.slots.num_pages[slot])
-        self.slots.state[slot] = SlotState.RETIRED
-        self.slots.requests[slot] = self.slots.prefill_ids[slot] = None
-        self._prefilling.pop(slot, None)
+        self._stop_rows(slot)
+        if slot in self._leaving:
+            self._leaving.remove(slot)
+        slots.state[slot] = SlotState.RETIRED
+        slots.requests[slot] = None
+        slots.ids[slot] = request.prefill_ids[: min(request.reusable, int(slots.planned[slot]))]
+        self.tenants.leave(request.tenant)
         self._retired.append(slot)
         self.num_running -= 1
         request.slot = None
         if end is None:
             self.metrics.preempted()
+            request.preemptions += 1
+            self.waiting.push(request)
         else:
             self._conclude(request, end)
-        if self.slots.last_plan[slot] <= self.passed:
+        if slots.last_plan[slot] <= self.passed:
             self._finalise_passed()
         elif release:
             self._releases.append(slot)
+
+    def preempt(self, slot: int) -> None:
+        """Takes the slot from its request, once what is on its way for it has come."""
+        self._stop_rows(slot)
+        self.slots.state[slot] = SlotState.LEAVING
+        self._leaving.append(slot)
+        if self.slots.last_plan[slot] <= self.passed:
+            self.retire(slot, None, release=False)
+
+    def _stop_rows(self, slot: int) -> None:
+        self.memory.end_promise(slot)
+        self._prefilling.pop(slot, None)
+        self._admissions.on_left(slot)
 
     def evacuate(self) -> list[Request]:
         """Takes every request from a group that is lost: running ones first, then those that wait. The group is of no use afterwards."""
@@ -174,18 +203,19 @@ class Group:
         return running + self.waiting.drain()
 
     def _finalise_passed(self) -> None:
-        passed = self.passed
-        still = []
-        for slot in self._retired:
-            if self.slots.last_plan[slot] > passed:
-                still.append(slot)
-                continue
-            self.pool.cool(slot, self.slots.pages(slot), int(self.slots.last_plan[slot]))
-            self.slots.free(slot)
+        passed, slots = self.passed, self.slots
+        while (slot := next((slot for slot in self._leaving if slots.last_plan[slot] <= passed), None)) is not None:
+            self.retire(slot, None, release=False)
+        gone = [slot for slot in self._retired if slots.last_plan[slot] <= passed]
+        for slot in gone:
+            self._retired.remove(slot)
+            ids = slots.ids[slot]
+            assert ids is not None  # it is retired
+            self.memory.cache.close(slot, slots.pages(slot), ids, int(slots.last_plan[slot]))
+            slots.free(slot)
             if slot in self._releases:
                 self._releases.remove(slot)
-        self._retired = still
-        self.pool.pass_to(passed)
+        self.memory.pool.pass_to(passed)
 
     def _conclude(self, request: Request, end: End) -> None:
         request.end = end
@@ -210,10 +240,24 @@ class Group:
 
     # Results
 
-    def _take(self, ids: Int32s, plan: Outstanding, slot_epochs: Int32s, now: float) -> None:
-        """One iteration. What a plan sent ahead brought for a slot that has been retired or used anew since is dropped."""
+    def _confirm(self, plan_id: int, failed: list[int]) -> None:
+        """A plan has written what it should, but for the slots whose rows were not finite: nobody uses what those have computed.
+
+        Who did so, begins again with the tokens that came before.
+        """
+        users = [user for slot in failed for user in self.memory.cache.fail(slot, self._next_plan_id - 1)]
+        self.memory.cache.confirm(plan_id)
+        for user in users:
+            if self.slots.requests[user] is not None:
+                self.retire(user, FAILED if user in failed else None, release=user not in failed)
+
+    def _take(self, ids: Int32s, plan: Outstanding, current: NDArray[np.bool_], now: float) -> None:
+        """One iteration. What a plan sent ahead brought for a slot that has been retired or used anew since is dropped.
+
+        current: which rows are of their slots' present use.
+        """
         slots = self.slots
-        live = plan.samples & (slots.epoch[plan.slots] == slot_epochs) & slots.are_running(plan.slots)
+        live = plan.samples & current & slots.are_running(plan.slots)
         rows, tokens = plan.slots[live], ids[live]
         self._time(rows[tokens >= 0], now)
         slots.confirmed[rows] += tokens >= 0
@@ -221,7 +265,7 @@ class Group:
             request = slots.requests[slot]
             assert request is not None  # it is running
             if token < 0:
-                self.retire(slot, FAILED if token == FAILED_ROW else STOPPED_EARLY, release=False)
+                self.retire(slot, STOPPED_EARLY, release=False)
                 continue
             self._updated[request] = None
             reason = request.append(token)
@@ -249,17 +293,27 @@ class Group:
 
         jump: one that runs before plans already sent. So it is disjoint from them: only requests that are admitted now, and no release.
         """
-        slots = self.slots
-        admitted: list[int] = []
-        if jump:
-            decodes, candidates = _NO_ROWS, self._admissions(admitted, now)
-        else:
-            decodes = batching.decode_rows(slots, self._max_step_tokens, prefill_waits=bool(self._prefilling) or self._head_fits())
-            candidates = self._prefill_candidates(admitted, now)
-        chunks = batching.prefill_chunks(slots, candidates, self._max_step_tokens - len(decodes))
-        if not len(decodes) and not chunks:
+        slots, budget = self.slots, self._max_step_tokens
+        if jump and not self._admissions.may_come():
             return None
         plan = Plan(self._next_plan_id)
+        admitted: list[int] = []
+
+        def admit(most_tokens: int | None) -> int | None:
+            return self._admit(most_tokens, plan, admitted, now)
+
+        decodes: Int32s = _NO_ROWS
+        if not jump:
+            self._make_room()
+            waits = bool(self._prefilling) or self._admissions.may_come()
+            decodes = self._decode_rows(self._policy(budget) if waits else budget)
+        self._admissions.begin(self._reserve(decodes), jump)
+        chunks = batching.prefill_chunks(slots, [] if jump else list(self._prefilling), admit, budget - len(decodes))
+        self._admissions.end()
+        if not chunks and not jump:  # nobody came for what was kept for prompts
+            decodes = self._decode_rows(budget)
+        if not len(decodes) and not chunks:
+            return None
         plan.decode_slots = decodes
         plan.decode_flags = np.full(len(decodes), RowFlag.SAMPLE, dtype=np.int32)
         if jump:
@@ -269,15 +323,9 @@ class Group:
         step_us = self.step_times.estimate(len(decodes), len(plan.prefill_ids))
         plan.iterations = 1 if chunks else self._burst(decodes, step_us)
         plan.estimate_us = step_us * plan.iterations
-        # A decode row writes the last token that it may have so far, and the device stops it at its greatest length.
-        written = np.minimum(slots.planned[decodes] + plan.iterations, slots.max_length[decodes]) - 1
-        written = np.concatenate((written, plan.prefill_starts + plan.prefill_lengths))
+        written = np.concatenate((self._written(decodes, plan.iterations), plan.prefill_starts + plan.prefill_lengths))
         rows = plan.row_slots
-        plan.grant_slots, plan.grant_indexes = slots.missing_pages(rows, written)
-        if len(plan.grant_slots):
-            plan.grant_pages = self.pool.grant(plan.grant_slots)
-            slots.add_pages(plan.grant_slots, plan.grant_indexes, plan.grant_pages)
-            self.promised_pages -= len(plan.grant_slots)
+        self.memory.grant(plan, rows, written, self.passed)
         if admitted:
             plan.admissions = np.concatenate([self._admission(slot) for slot in admitted])
         if self._releases and not jump:
@@ -287,6 +335,11 @@ class Group:
         samples = np.concatenate((plan.decode_flags, plan.prefill_flags)) == RowFlag.SAMPLE
         slots.planned[rows] = written + samples
         slots.last_plan[rows] = plan.plan_id
+        self.tenants.charge(slots.tenant[decodes], plan.iterations)
+        self.tenants.charge(slots.tenant[plan.prefill_slots], plan.prefill_lengths)
+        for chunk in chunks:
+            self.memory.cache.write(chunk.slot, slots.page_table[chunk.slot], chunk.start + chunk.length, plan.plan_id)
+            self._admissions.on_written(chunk.slot)
         self._outstanding[plan.plan_id] = Outstanding(
             slots=rows,
             samples=samples,
@@ -303,20 +356,66 @@ class Group:
         self._next_plan_id += 1
         return plan
 
+    def _written(self, decodes: Int32s, iterations: int) -> Int32s:
+        """Tokens in the cache after so many iterations of these rows: each writes the last token that its slot may have so far, and the
+        device stops it at its greatest length."""
+        slots = self.slots
+        written: Int32s = np.minimum(slots.planned[decodes] + iterations, slots.max_length[decodes]) - 1
+        return written
+
     def _burst(self, decodes: Int32s, step_us: int) -> int:
-        """Iterations of a plan of decode rows: no more than the longest of them may run."""
+        """Iterations of a plan of decode rows: no more than the longest of them may run, and one when memory is short."""
         left = self.slots.max_length[decodes] - self.slots.planned[decodes]
-        return min(self.lead.burst(step_us), int(left.max()))
+        iterations = min(self.lead.burst(step_us), int(left.max()))
+        return iterations if self.memory.beyond(decodes, self._written(decodes, iterations)).sum() <= self.memory.free else 1
+
+    def _decode_rows(self, most: int) -> Int32s:
+        """Those that may run, and have a page to write to."""
+        rows = batching.decode_rows(self.slots, most)
+        return rows[self.memory.affordable(rows, self.slots.planned[rows])]
+
+    def _reserve(self, decodes: Int32s) -> int:
+        """Pages to keep for requests that run, as many as they may take until one that is given back now is here: a lead and a plan later.
+
+        decodes: what runs now, and takes its pages in any case. Nothing is kept when nobody runs.
+        """
+        step_us = self.step_times.estimate(self.num_running, 0)
+        reserve = self.memory.reserve(self.num_running, self.lead.target_us / step_us + self.lead.burst(step_us))
+        return max(reserve, int(self.memory.beyond(decodes, self.slots.planned[decodes]).sum()))
+
+    def _make_room(self) -> None:
+        """Preempts a request when pages run out, one at a time: of the tenant that has had the most, the youngest.
+
+        Never the oldest of all, which therefore ends, and none that has not come on by a page since it was preempted last.
+        """
+        slots, memory = self.slots, self.memory
+        rows = slots.may_decode()
+        growth = int(memory.beyond(rows, slots.planned[rows]).sum())
+        if not growth or self._leaving:
+            return
+        coming = memory.pool.num_cooling + int(slots.num_pages[self._retired].sum())
+        if memory.free + coming >= max(growth, self._reserve(rows) // 2):
+            return
+        running = [slot for slot in range(self.limits.slots) if slots.requests[slot] is not None]
+        oldest = min(running, key=self._rank)
+        secure = slots.confirmed < slots.secure_until
+        victims = [slot for slot in running if slot != oldest and not secure[slot]]
+        if victims:
+            self.preempt(max(victims, key=lambda slot: (self.tenants.computed_at(int(slots.tenant[slot])), self._rank(slot))))
+
+    def _rank(self, slot: int) -> Rank:
+        request = self.slots.requests[slot]
+        assert request is not None  # it is running
+        return rank(request)
 
     def _add_prefill(self, plan: Plan, chunks: list[batching.Chunk]) -> None:
         pieces = []
         for chunk in chunks:
-            ids = self.slots.prefill_ids[chunk.slot]
+            ids = self.slots.ids[chunk.slot]
             assert ids is not None  # it is in state PREFILL
             pieces.append(ids[chunk.start : chunk.start + chunk.length])
             if chunk.last:
                 self.slots.state[chunk.slot] = SlotState.DECODE
-                self.slots.prefill_ids[chunk.slot] = None
                 del self._prefilling[chunk.slot]
         plan.prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
         plan.prefill_starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
@@ -324,35 +423,28 @@ class Group:
         plan.prefill_flags = np.array([RowFlag.SAMPLE if chunk.last else 0 for chunk in chunks], dtype=np.int32)
         plan.prefill_ids = np.concatenate(pieces)
 
-    def _prefill_candidates(self, admitted: list[int], now: float) -> Iterator[int]:
-        """Slots whose prefill goes on, then requests as they are admitted."""
-        yield from list(self._prefilling)
-        yield from self._admissions(admitted, now)
-
-    def _admissions(self, admitted: list[int], now: float) -> Iterator[int]:
-        """Slots of requests as they are admitted, which is noted in `admitted`."""
-        while len(admitted) < MAX_ADMISSIONS and self._head_fits():
-            request = self.waiting.head()
-            assert request is not None  # it fits
-            self.waiting.remove(request)
-            request.slot = slot = self.slots.admit(request)
-            if request.admitted_at is None:
-                request.admitted_at = now
-            self.promised_pages += self._pages(request)
-            self.num_running += 1
-            self._prefilling[slot] = None
-            admitted.append(slot)
-            yield slot
-
-    def _head_fits(self) -> bool:
-        """Whether the next request can be admitted: with pages up to its end, so that whoever runs can finish."""
-        request = self.waiting.head()
-        if request is None or not self.slots.num_free:
-            return False
-        return self._pages(request) <= self.pool.num_ready - self.promised_pages
-
-    def _pages(self, request: Request) -> int:
-        return -(-(request.max_length - 1) // self.limits.page_size)
+    def _admit(self, most_tokens: int | None, plan: Plan, admitted: list[int], now: float) -> int | None:
+        """Admits the next request with this plan, notes its slot in `admitted` and returns it; see `Admissions.next`."""
+        found = self._admissions.next(most_tokens) if len(admitted) < MAX_ADMISSIONS else None
+        if found is None:
+            return None
+        request, ids = found
+        slots, page_size = self.slots, self.limits.page_size
+        request.slot = slot = slots.admit(request, ids)
+        slots.tenant[slot] = self.tenants.join(request.tenant)
+        self.waiting.remove(request)
+        slots.secure_until[slot] = len(ids) + page_size if request.preemptions else 0
+        pages = self.memory.admit(slot, request.cache_salt, ids)
+        plan.grant_slots = np.concatenate((plan.grant_slots, np.full(len(pages), slot, dtype=np.int32)))
+        plan.grant_indexes = np.concatenate((plan.grant_indexes, np.arange(len(pages), dtype=np.int32)))
+        plan.grant_pages = np.concatenate((plan.grant_pages, pages))
+        if request.admitted_at is None:
+            request.admitted_at = now
+            request.cached_tokens = min(len(pages) * page_size, len(request.prompt_ids))
+        self.num_running += 1
+        self._prefilling[slot] = None
+        admitted.append(slot)
+        return slot
 
     def _admission(self, slot: int) -> NDArray[np.void]:
         request = self.slots.requests[slot]

@@ -71,7 +71,7 @@ class EngineState:
 
 ReadState = Callable[[], EngineState]
 
-PAGE_STATES = ("ready", "owned", "cooling")
+PAGE_STATES = ("ready", "owned", "pending", "cached", "cooling")
 GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_requests_running", "Requests that have a slot.", lambda state: state.running),
     ("num_requests_waiting", "Requests that wait for a slot.", lambda state: state.waiting),

@@ -24,14 +24,17 @@ class PageState(IntEnum):
 
     SCRATCH = 0  # page 0, where done rows write
     READY = 1
-    OWNED = 2  # by one slot, which alone writes it
-    COOLING = 3  # given back, but plans still outstanding may touch it
+    OWNED = 2  # by one slot, which alone writes and reads it
+    PENDING = 3  # in the prefix cache, but the plan that writes it has not been confirmed; its owner is the slot that writes it
+    CACHED = 4  # in the prefix cache, which counts its users; nobody writes it
+    COOLING = 5  # given back, but plans still outstanding may touch it
 
 
 class PagePool:
-    """READY -grant-> OWNED -cool-> COOLING -pass_to-> READY; there is no other way to READY.
+    """READY -grant-> OWNED -share-> PENDING -confirm-> CACHED; from each of the three -cool-> COOLING -pass_to-> READY.
 
-    A plan sent ahead may still write a page whose request has ended, so the page cools until that plan has passed.
+    There is no other way to READY: a plan sent ahead may still write or read a page whose request has ended, so the page cools until
+    that plan has passed.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -40,6 +43,8 @@ class PagePool:
         self.owner = np.full(num_pages, NO_SLOT, dtype=np.int32)
         self._ready = np.arange(num_pages - 1, SCRATCH_PAGE, -1, dtype=np.int32)  # a stack, of which the first num_ready count
         self.num_ready = num_pages - 1
+        self.num_cooling = 0
+        self._passed = -1
         self._cooling: list[tuple[int, int, Int32s]] = []  # a heap of (last plan that may touch them, tie-breaker, pages)
         self._num_cooled = 0  # breaks ties in the heap
 
@@ -53,23 +58,38 @@ class PagePool:
         self.owner[pages] = slots
         return pages
 
+    def share(self, slot: int, pages: Int32s) -> None:
+        """Pages of `slot`, which a plan now on its way writes, enter the prefix cache."""
+        self._expect(pages, PageState.OWNED, slot)
+        self.state[pages] = PageState.PENDING
+
+    def confirm(self, pages: Int32s) -> None:
+        """The plan that wrote these pending pages has passed."""
+        self._expect(pages, PageState.PENDING)
+        self.state[pages] = PageState.CACHED
+        self.owner[pages] = NO_SLOT
+
     def cool(self, slot: int, pages: Int32s, last_plan: int) -> None:
         """Takes back pages of `slot` that no plan after `last_plan` touches. Raises InvariantError when it does not own them."""
-        wrong = pages[(self.state[pages] != PageState.OWNED) | (self.owner[pages] != slot)]
+        self._expect(pages, PageState.OWNED, slot)
+        self._cool(pages, last_plan)
+
+    def evict(self, pages: Int32s, last_plan: int) -> None:
+        """Takes back pages of the prefix cache that no plan after `last_plan` touches."""
+        wrong = pages[(self.state[pages] != PageState.CACHED) & (self.state[pages] != PageState.PENDING)]
         if len(wrong):
-            raise InvariantError(f"pages {wrong} are not owned by slot {slot}")
-        self.state[pages] = PageState.COOLING
-        self.owner[pages] = NO_SLOT
-        heapq.heappush(self._cooling, (last_plan, self._num_cooled, pages))
-        self._num_cooled += 1
+            raise InvariantError(f"pages {wrong} are not in the prefix cache")
+        self._cool(pages, last_plan)
 
     def pass_to(self, plan: int) -> None:
         """Every plan up to `plan` has passed: its result is in, and that of every plan before it."""
+        self._passed = plan
         while self._cooling and self._cooling[0][0] <= plan:
             pages = heapq.heappop(self._cooling)[-1]
             self.state[pages] = PageState.READY
             self._ready[self.num_ready : self.num_ready + len(pages)] = pages
             self.num_ready += len(pages)
+            self.num_cooling -= len(pages)
 
     def count(self, state: PageState) -> int:
         return int(np.count_nonzero(self.state == state))
@@ -81,7 +101,22 @@ class PagePool:
         for name, pages, state in (("ready", ready, PageState.READY), ("cooling", cooling, PageState.COOLING)):
             if not np.array_equal(np.sort(pages), np.flatnonzero(self.state == state)):
                 raise InvariantError(f"the list of {name} pages and the pages' states differ")
-        if not np.array_equal(self.owner != NO_SLOT, self.state == PageState.OWNED):
-            raise InvariantError("a page has an owner and is not owned, or the reverse")
+        if (len(ready), len(cooling)) != (self.num_ready, self.num_cooling):
+            raise InvariantError("a number of pages is not the length of their list")
+        if not np.array_equal(self.owner != NO_SLOT, (self.state == PageState.OWNED) | (self.state == PageState.PENDING)):
+            raise InvariantError("a page has an owner and none that may write it, or the reverse")
         if self.state[SCRATCH_PAGE] != PageState.SCRATCH or self.count(PageState.SCRATCH) != 1:
             raise InvariantError("page 0 alone is the scratch page")
+
+    def _cool(self, pages: Int32s, last_plan: int) -> None:
+        self.state[pages] = PageState.COOLING
+        self.owner[pages] = NO_SLOT
+        heapq.heappush(self._cooling, (last_plan, self._num_cooled, pages))
+        self._num_cooled += 1
+        self.num_cooling += len(pages)
+        self.pass_to(self._passed)
+
+    def _expect(self, pages: Int32s, state: PageState, owner: int | None = None) -> None:
+        wrong = pages[(self.state[pages] != state) | ((self.owner[pages] != owner) if owner is not None else False)]
+        if len(wrong):
+            raise InvariantError(f"pages {wrong} are not {state.name}" + (f" of slot {owner}" if owner is not None else ""))

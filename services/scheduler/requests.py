@@ -63,12 +63,17 @@ class Request:
     ending_ids: frozenset[int]  # the stop ids and, unless ignored, EOS
     priority: int = 0
     tenant: str = ""
+    cache_salt: str = ""  # prefixes are shared among requests of the same one
     deadline: float | None = None  # on the clock of `now`, seconds
     end: End | None = None
     slot: int | None = None  # while running
     arrived_at: float = 0.0  # on the same clock, as are the next two
     admitted_at: float | None = None
     first_token_at: float | None = None  # of this attempt
+    cached_tokens: int | None = None  # of the prompt, that were not computed anew when it was first admitted
+    accepted_tokens: int | None = None  # of `output`, when its gateway has ended it
+    preemptions: int = 0
+    skips: int = 0  # how often others were admitted before it that came later
     resumed_at: int = field(init=False)  # tokens that the client had when this attempt was submitted
     sent: int = field(init=False)  # tokens of `output` that the gateway has been sent, or had
 
@@ -83,6 +88,12 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.output)
+
+    @property
+    def reusable(self) -> int:
+        """Tokens whose keys and values may be of use to others: the last one accepted has none yet."""
+        accepted = len(self.output) if self.accepted_tokens is None else min(self.accepted_tokens, len(self.output))
+        return len(self.prompt_ids) + accepted - 1
 
     @property
     def max_length(self) -> int:

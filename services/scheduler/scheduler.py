@@ -108,10 +108,14 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, request.key, request.attempt))
         return rejected
 
-    def cancel(self, key: Key, attempt: int, now: float, *, stopped: bool = False) -> None:
-        """Ends a request, now or when its Submit comes. `stopped`: its gateway has met a stop string, and so the whole answer."""
+    def cancel(self, key: Key, attempt: int, now: float, *, stopped: bool = False, accepted_tokens: int | None = None) -> None:
+        """Ends a request, now or when its Submit comes. `stopped`: its gateway has met a stop string, and so the whole answer.
+
+        accepted_tokens: of the completion, that are part of the answer; None: all.
+        """
         request = self._requests.get(key)
         if request is not None and request.attempt <= attempt:
+            request.accepted_tokens = accepted_tokens
             self._end(request, STOPPED if stopped else CANCELLED, now)
         elif request is None:
             self._tombstones[key] = max(attempt, self._tombstones.get(key, 0))

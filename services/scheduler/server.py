@@ -118,7 +118,8 @@ class GenerationService(GenerationServicer):
                     session.flush()
             case "cancel":
                 stopped = message.cancel.reason == pb.FINISH_REASON_STOP
-                self.scheduler.cancel(Key(session.number, message.cancel.request), message.cancel.attempt, now, stopped=stopped)
+                key, accepted = Key(session.number, message.cancel.request), message.cancel.accepted_tokens
+                self.scheduler.cancel(key, message.cancel.attempt, now, stopped=stopped, accepted_tokens=accepted)
             case "heartbeat":
                 pass
             case other:

@@ -86,7 +86,10 @@ def _add(batch: TokenBatch, request: Request) -> None:
         request.sent = tokens
     match request.end:
         case Finished(reason, detail):
-            batch.finished.add(request=number, attempt=attempt, reason=reason, completion_tokens=tokens, detail=detail)
+            cached = request.cached_tokens or 0
+            batch.finished.add(
+                request=number, attempt=attempt, reason=reason, completion_tokens=tokens, cached_tokens=cached, detail=detail
+            )
         case Rejected() as rejected:
             _add_rejected(batch, number, attempt, rejected)
 

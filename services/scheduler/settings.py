@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from services.scheduler.policy import PolicyName
 from shared.settings import AdminPort, Settings
 
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
@@ -31,6 +32,8 @@ class SchedulerSettings(Settings):
     overlap: bool = Field(True, description="Send plans ahead of results, by the lead rule; off: wait for each result.")
     bursts: bool = Field(True, description="Several iterations in one plan while steps are short; off: one.")
     jump: bool = Field(True, description="A new request's first prefill overtakes plans sent before; needs overlap.")
+    policy: PolicyName = Field("mixed", description="Who comes first in a step: streams and prompts both, prompts, or streams.")
+    prefix_cache: bool = Field(True, description="Keys and values of common prefixes are computed once and kept while there is room.")
 
     @field_validator("worker", mode="before")
     @classmethod

@@ -16,7 +16,8 @@ class SlotState(IntEnum):
     FREE = 0
     PREFILL = 1  # part of its prefill has not been planned
     DECODE = 2  # all of its prefill has been planned
-    RETIRED = 3  # gets no further rows; free once its last plan has passed
+    LEAVING = 3  # gets no further rows, but what its plans bring counts: it is preempted once the last one has passed
+    RETIRED = 4  # gets no further rows; free once its last plan has passed
 
 
 class Slots:
@@ -32,35 +33,40 @@ class Slots:
         self.planned = np.zeros(count, dtype=np.int32)  # tokens that it has at most once every plan sent has run
         self.max_length = np.zeros(count, dtype=np.int32)
         self.last_plan = np.full(count, -1, dtype=np.int64)  # id of the last plan that names the slot
+        self.arrived_at = np.zeros(count)  # seconds, of the request
+        self.tenant = np.zeros(count, dtype=np.int32)  # index
+        self.promised = np.zeros(count, dtype=np.int32)  # pages in all that it will have, whatever happens
+        self.secure_until = np.zeros(count, dtype=np.int32)  # tokens; it is not preempted before it has confirmed them
         self.last_token_at = np.full(count, np.nan)  # seconds; NaN before the first of this use of the slot
         self.page_table = np.zeros((count, limits.pages_per_slot), dtype=np.int32)
         self.num_pages = np.zeros(count, dtype=np.int32)  # granted
         self.requests: list[Request | None] = [None] * count
-        self.prefill_ids: list[Int32s | None] = [None] * count
+        self.ids: list[Int32s | None] = [None] * count  # to prefill; of a retired slot: worth keeping in the prefix cache
         self._free = list(range(count - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def admit(self, request: Request) -> int:
-        """Takes a free slot, of which there must be one, for a request."""
+    def admit(self, request: Request, ids: Int32s) -> int:
+        """Takes a free slot, of which there must be one, for a request that will prefill `ids`."""
         slot = self._free.pop()
-        ids = request.prefill_ids
         self.state[slot] = SlotState.PREFILL
         self.epoch[slot] += 1
         self.target[slot] = self.confirmed[slot] = len(ids)
         self.planned[slot] = 0
         self.max_length[slot] = request.max_length
+        self.arrived_at[slot] = request.arrived_at
         self.last_token_at[slot] = np.nan
         self.requests[slot] = request
-        self.prefill_ids[slot] = ids
+        self.ids[slot] = ids
         return slot
 
     def free(self, slot: int) -> None:
         """The way back of a slot whose pages are gone."""
         self.state[slot] = SlotState.FREE
         self.num_pages[slot] = 0
+        self.ids[slot] = None
         self._free.append(slot)
 
     def pages(self, slot: int) -> Int32s:
@@ -80,6 +86,12 @@ class Slots:
         first = np.cumsum(counts) - counts - have
         return owners, (np.arange(total) - np.repeat(first, counts)).astype(np.int32)
 
+    def add_prefix(self, slot: int, pages: Int32s) -> None:
+        """Enters pages that a slot admitted just now need not compute."""
+        self.page_table[slot, : len(pages)] = pages
+        self.num_pages[slot] = len(pages)
+        self.planned[slot] = len(pages) * self._page_size
+
     def add_pages(self, slots: Int32s, indexes: Int32s, pages: Int32s) -> None:
         """Enters granted pages."""
         self.page_table[slots, indexes] = pages
@@ -88,5 +100,5 @@ class Slots:
     def are_running(self, slots: Int32s) -> NDArray[np.bool_]:
         """Which of them may still bring tokens."""
         state = self.state[slots]
-        running: NDArray[np.bool_] = (state == SlotState.PREFILL) | (state == SlotState.DECODE)
+        running: NDArray[np.bool_] = (state != SlotState.FREE) & (state != SlotState.RETIRED)
         return running

@@ -38,7 +38,7 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
     _between("max_tokens", submit.max_tokens, 1, math.inf)  # the context bounds it below
     _between("min_tokens", submit.min_tokens, 0, submit.max_tokens)
     _between("priority", submit.priority, -MAX_PRIORITY, MAX_PRIORITY)
-    for name in ("request_id", "tenant", "traceparent"):
+    for name in ("request_id", "tenant", "traceparent", "cache_salt"):
         if len(getattr(submit, name)) > MAX_TEXT:
             raise Refused(f"{name} has more than {MAX_TEXT} characters")
     if len(prompt) + submit.max_tokens > model.max_length:
@@ -60,6 +60,7 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
         ending_ids=frozenset(stop_ids) if submit.ignore_eos else model.eos_ids.union(stop_ids),
         priority=submit.priority,
         tenant=submit.tenant,
+        cache_salt=submit.cache_salt,
         deadline=now + submit.deadline_ms / 1e3 if submit.HasField("deadline_ms") else None,
         arrived_at=now,
     )

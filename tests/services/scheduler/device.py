@@ -10,8 +10,9 @@ from zlib import crc32
 
 import numpy as np
 
+from services.scheduler.pages import PagePool, PageState
 from services.scheduler.steps import StepResult
-from shared.protocol.plan import NO_TOKEN, SCRATCH_PAGE, Int32s, Limits, Plan, RowFlag, SlotFlag, check
+from shared.protocol.plan import NO_FLAGS, NO_TOKEN, SCRATCH_PAGE, Int32s, Limits, Plan, PlanFlag, RowFlag, SlotFlag, check
 
 EOS = 0
 FAIL = -2
@@ -36,27 +37,25 @@ class DeviceSlot:
 
 
 class Device:
-    """`owner_of` says, at the time a page is written or read, which slot the scheduler's books name."""
+    """`pool`: the scheduler's books, which must allow each page that a row reads or writes."""
 
-    def __init__(
-        self, limits: Limits, owner_of: Callable[[int], int] | None = None, model: Callable[[list[int], int], int] = next_token
-    ) -> None:
-        self.limits, self.owner_of, self.model = limits, owner_of, model
+    def __init__(self, limits: Limits, pool: PagePool | None = None, model: Callable[[list[int], int], int] = next_token) -> None:
+        self.limits, self.pool, self.model = limits, pool, model
         self.slots = [DeviceSlot(epoch=0) for _ in range(limits.slots)]
         self.cache = np.full((limits.pages, limits.page_size), -1)
-        self.last_plan = -1
+        self.last_plan = {NO_FLAGS: -1, PlanFlag.JUMP: -1}  # in order, each of both kinds
         self.clock_us = 0
 
     def run(self, plan: Plan) -> StepResult:
         check(plan, self.limits)
-        assert plan.plan_id > self.last_plan
-        self.last_plan = plan.plan_id
+        assert plan.plan_id > self.last_plan[plan.flags]
+        self.last_plan[plan.flags] = plan.plan_id
         for slot in plan.release_slots.tolist():
             self.slots[slot].done = True
         for record in plan.admissions:
             self._admit(record)
         for slot, index, page in zip(plan.grant_slots.tolist(), plan.grant_indexes.tolist(), plan.grant_pages.tolist(), strict=True):
-            self.slots[slot].pages[index] = page
+            assert self.slots[slot].pages.setdefault(index, page) == page, f"entry {index} of slot {slot} is remapped"
         ids = [[self._decode(slot) for slot in plan.decode_slots.tolist()] for _ in range(plan.iterations)]
         ends = np.cumsum(plan.prefill_lengths)
         for row, slot in enumerate(plan.prefill_slots.tolist()):
@@ -100,7 +99,8 @@ class Device:
         state = self.slots[slot]
         if state.done:  # released before its prefill was over
             return NO_TOKEN
-        assert start == state.length
+        assert state.length in (0, start)  # what comes before was in the cache
+        state.length = start
         for token in ids.tolist():
             self._write(slot, state.length, token)
             state.length += 1
@@ -117,16 +117,19 @@ class Device:
         state.done = (ends and state.length + 1 > state.min_length) or state.length + 1 >= state.max_length
         return token
 
-    def _page(self, slot: int, position: int) -> tuple[int, int]:
+    def _page(self, slot: int, position: int, writes: bool) -> tuple[int, int]:
         index, offset = divmod(position, self.limits.page_size)
         page = self.slots[slot].pages.get(index, SCRATCH_PAGE)
         assert page != SCRATCH_PAGE, f"slot {slot} has no page for position {position}"
-        if self.owner_of is not None:
-            assert self.owner_of(page) == slot, f"page {page} of slot {slot} is owned by {self.owner_of(page)}"
+        if self.pool is not None:
+            state, owner = PageState(self.pool.state[page]), self.pool.owner[page]
+            others = {PageState.COOLING} if writes else {PageState.COOLING, PageState.CACHED, PageState.PENDING}
+            allowed = state in others or (state in (PageState.OWNED, PageState.PENDING) and owner == slot)
+            assert allowed, f"slot {slot} {'writes' if writes else 'reads'} page {page}, which is {state.name} of {owner}"
         return page, offset
 
     def _write(self, slot: int, position: int, token: int) -> None:
-        self.cache[self._page(slot, position)] = token
+        self.cache[self._page(slot, position, writes=True)] = token
 
     def _read(self, slot: int, position: int) -> int:
-        return int(self.cache[self._page(slot, position)])
+        return int(self.cache[self._page(slot, position, writes=False)])

@@ -123,14 +123,18 @@ def test_running_streams_do_not_stall_a_prompt_and_take_turns() -> None:
     assert max(gained) - min(gained) <= 2
 
 
-def test_admission_waits_for_pages_up_to_the_end() -> None:
-    harness = Harness(replace(LIMITS, pages=11))
-    first, second = harness.submit(1, [1] * 4, 29), harness.submit(2, [1] * 4, 29)  # 8 pages each, 10 are there
+def test_admission_takes_pages_for_the_prompt_and_one_more() -> None:
+    harness = Harness(replace(LIMITS, pages=6))
+    first, second = harness.submit(1, [1] * 4, 17), harness.submit(2, [2] * 4, 17)  # 5 pages each in the end, and 5 are there
     harness.step()
     assert first.slot is not None
-    assert second.slot is None
+    assert second.slot is not None
+    third = harness.submit(3, [3] * 4, 17)
+    assert third.slot is None
     harness.finish()
-    assert len(second.output) == 29
+    assert [len(request.output) for request in (first, second, third)] == [17] * 3
+    assert first.preemptions == 0  # the oldest never gives way
+    assert second.preemptions + third.preemptions >= 1
 
 
 def test_cancel_tells_the_device_and_frees_all_once_the_plans_have_passed() -> None:
@@ -142,14 +146,14 @@ def test_cancel_tells_the_device_and_frees_all_once_the_plans_have_passed() -> N
     sent = len(harness.plans)
     harness.group.end(request, CANCELLED, 0.0)
     assert harness.ended == [request]
-    assert harness.group.pool.count(PageState.OWNED) >= 1
+    assert harness.group.memory.pool.count(PageState.OWNED) >= 1
     while len(harness.plans) == sent:
         harness.step()
     assert harness.plans[sent].release_slots.tolist() == [slot]
     harness.finish()
     assert len(other.output) == 10
     assert all(slot not in plan.row_slots for plan in harness.plans[sent:])
-    assert harness.group.pool.num_ready == LIMITS.pages - 1
+    assert harness.group.memory.free == LIMITS.pages - 1
 
 
 def test_no_release_for_a_slot_that_is_free_already() -> None:
@@ -187,7 +191,7 @@ def test_a_row_without_its_token_ends_with_an_error(token: int, end: Finished) -
     harness.step(ids=np.array([[token]], dtype=np.int32))
     assert request.end == end
     harness.finish()
-    assert harness.group.pool.num_ready == LIMITS.pages - 1
+    assert harness.group.memory.free == LIMITS.pages - 1
 
 
 @pytest.mark.parametrize(

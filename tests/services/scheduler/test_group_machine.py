@@ -1,6 +1,9 @@
-"""A group against a device of plain Python that executes its plans late: no token lost, no page in two hands, whatever comes between."""
+"""A group against a device of plain Python that executes its plans late: no token lost, no page in two hands, whatever comes between.
 
-from collections import deque
+`mutants.py` has a patch for each invariant that is checked here; `test_mutants.py` requires that each makes this machine fail.
+"""
+
+from collections import Counter, deque
 
 import numpy as np
 from hypothesis import settings
@@ -9,15 +12,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.scheduler.group import FAILED, Group
 from services.scheduler.pages import PageState
+from services.scheduler.prefix_cache import RadixCache
+from services.scheduler.radix import CONFIRMED, Node
 from services.scheduler.requests import Finished, Request
 from services.scheduler.slots import SlotState
 from services.scheduler.steps import StepResult
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from shared.protocol.plan import Limits, Plan
+from shared.protocol.plan import Limits, Plan, PlanFlag
 from tests.services.scheduler.build import METRICS, make_request
 from tests.services.scheduler.device import FAIL, Device, next_token
 
-LIMITS = Limits(slots=3, pages=11, page_size=2, max_length=14, max_step_tokens=6, vocab_size=9)
+VOCAB_SIZE = 9
+SHAPES = {  # by page size: none has pages for all of its slots
+    1: Limits(slots=4, pages=25, page_size=1, max_length=14, max_step_tokens=6, vocab_size=VOCAB_SIZE),
+    4: Limits(slots=4, pages=12, page_size=4, max_length=30, max_step_tokens=9, vocab_size=VOCAB_SIZE),
+    16: Limits(slots=3, pages=7, page_size=16, max_length=70, max_step_tokens=40, vocab_size=VOCAB_SIZE),
+}
 ENGINE = METRICS.engine("group")
 CANCELLED = Finished(FINISH_REASON_CANCELLED)
 
@@ -37,16 +47,34 @@ class GroupMachine(RuleBasedStateMachine):
         self.live: dict[int, Request] = {}
         self.slot_epoch = 3
 
-    @initialize(max_step_tokens=st.sampled_from([1, 2, 3, 6]), overlap=st.sampled_from([True, True, False]))
-    def choose(self, max_step_tokens: int, overlap: bool) -> None:
-        self.max_step_tokens, self.overlap = max_step_tokens, overlap
+    @initialize(
+        page_size=st.sampled_from(sorted(SHAPES)),
+        share=st.sampled_from([1, 0.5, 0.3]),
+        overlap=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(["mixed", "mixed", "prefill-first", "decode-first"]),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+    )
+    def choose(self, page_size: int, share: float, overlap: bool, policy: str, prefix_cache: bool) -> None:
+        self.limits = SHAPES[page_size]
+        self.options = {"policy": policy, "prefix_cache": prefix_cache}
+        self.max_step_tokens, self.overlap = max(int(share * self.limits.max_step_tokens), 1), overlap
         self.start()
 
     def start(self) -> None:
         self.plans: deque[Plan] = deque()
         self.results: deque[StepResult] = deque()
-        self.group = Group("group", LIMITS, self.slot_epoch, self.max_step_tokens, self.overlap, self.plans.append, self.deliver, ENGINE)
-        self.device = Device(LIMITS, owner_of=lambda page: int(self.group.pool.owner[page]), model=model)
+        self.group = Group(
+            "group",
+            self.limits,
+            self.slot_epoch,
+            self.max_step_tokens,
+            self.overlap,
+            self.plans.append,
+            self.deliver,
+            ENGINE,
+            **self.options,  # type: ignore[arg-type]
+        )
+        self.device = Device(self.limits, self.group.memory.pool, model)
         for slot in self.device.slots:
             slot.epoch = self.slot_epoch
 
@@ -62,7 +90,7 @@ class GroupMachine(RuleBasedStateMachine):
         prompt, output = request.prompt_ids.tolist(), list(request.output)
         assert output == self.delivered[request.key.request]
         for index, token in enumerate(output):
-            assert token == model(prompt + output[:index], LIMITS.vocab_size)
+            assert token == model(prompt + output[:index], VOCAB_SIZE)
         for index, token in enumerate(output[:-1]):  # it should have ended here
             assert index + 1 <= request.min_tokens or token not in request.ending_ids
         assert len(output) <= request.max_tokens
@@ -73,30 +101,55 @@ class GroupMachine(RuleBasedStateMachine):
             case Finished(reason) if reason == FINISH_REASON_LENGTH:
                 assert len(output) == request.max_tokens
             case end if end == FAILED:
-                assert model(prompt + output, LIMITS.vocab_size) == FAIL
+                assert model(prompt + output, VOCAB_SIZE) == FAIL
             case end:
                 assert end == CANCELLED
 
     @rule(
-        prompt=st.lists(st.integers(0, 8), min_size=1, max_size=10),
-        max_tokens=st.integers(1, 13),
+        pages=st.lists(st.sampled_from([2, 2, 2, 3]), max_size=5),  # whole pages that other prompts have too
+        tail=st.lists(st.integers(1, 2), min_size=1, max_size=5),
+        max_tokens=st.integers(1, 30),
         min_tokens=st.integers(0, 3),
         ignore_eos=st.booleans(),
         stop_ids=st.sampled_from([(), (), (4,), (4, 5)]),
+        priority=st.sampled_from([0, 0, 1]),
+        tenant=st.sampled_from(["", "b"]),
+        cache_salt=st.sampled_from(["", "", "", "salt"]),
+        copies=st.sampled_from([1, 1, 1, 3]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, min_tokens: int, ignore_eos: bool, stop_ids: tuple[int, ...]) -> None:
-        max_tokens = min(max_tokens, LIMITS.max_length - len(prompt))
-        request = make_request(self.submitted, prompt, max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_ids=stop_ids)
-        self.delivered[self.submitted] = []
-        self.live[self.submitted] = request
-        self.submitted += 1
-        self.group.submit(request, self.now)
+    def submit(
+        self, pages: list[int], tail: list[int], max_tokens: int, min_tokens: int, ignore_eos: bool, stop_ids: tuple[int, ...],
+        priority: int, tenant: str, cache_salt: str, copies: int,
+    ) -> None:  # fmt: skip
+        prompt = [token for page in pages for token in [page] * self.limits.page_size] + tail
+        prompt = prompt[: self.limits.max_length - 1]
+        for _ in range(copies):
+            request = make_request(
+                self.submitted,
+                prompt,
+                min(max_tokens, self.limits.max_length - len(prompt)),
+                min_tokens=min_tokens,
+                ignore_eos=ignore_eos,
+                stop_ids=stop_ids,
+                priority=priority,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                arrived_at=self.now,
+            )
+            self.delivered[self.submitted] = []
+            self.live[self.submitted] = request
+            self.submitted += 1
+            self.group.submit(request, self.now)
 
     @precondition(lambda self: self.plans)
-    @rule(count=st.integers(1, 3))
-    def compute(self, count: int) -> None:
+    @rule(count=st.integers(1, 3), jumps=st.booleans())
+    def compute(self, count: int, jumps: bool) -> None:
+        """A plan that may jump is run at the front of the queue, or in its turn: later plans wait for it in any case."""
         for _ in range(min(count, len(self.plans))):
-            self.results.append(self.device.run(self.plans.popleft()))
+            jump = next((plan for plan in self.plans if plan.flags & PlanFlag.JUMP), None) if jumps else None
+            plan = self.plans[0] if jump is None else jump
+            del self.plans[self.plans.index(plan)]
+            self.results.append(self.device.run(plan))
 
     @precondition(lambda self: self.results)
     @rule(count=st.integers(1, 3), delay_us=st.sampled_from([0, 300, 2_000]))
@@ -106,11 +159,26 @@ class GroupMachine(RuleBasedStateMachine):
             self.group.on_result(self.results.popleft(), self.now)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), accepted=st.one_of(st.none(), st.integers(0, 5)))
+    def cancel(self, data: st.DataObject, accepted: int | None) -> None:
         request = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        request.accepted_tokens = accepted
         self.group.end(request, CANCELLED, self.now)
         assert request.key.request not in self.live
+
+    @precondition(lambda self: self.group.num_running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        slots = self.group.slots
+        running = [slot for slot in range(self.limits.slots) if slots.state[slot] in (SlotState.PREFILL, SlotState.DECODE)]
+        if running:
+            self.group.preempt(data.draw(st.sampled_from(running)))
+            self.group._advance(self.now)
+
+    @rule(count=st.integers(1, 5))
+    def evict(self, count: int) -> None:
+        self.group.memory.cache.evict(count, self.group.passed)
+        self.group._advance(self.now)
 
     @rule()
     def lose_the_group(self) -> None:
@@ -124,24 +192,69 @@ class GroupMachine(RuleBasedStateMachine):
             self.group.submit(request, self.now)
 
     @invariant()
-    def books_agree(self) -> None:
+    def every_page_is_in_one_state(self) -> None:
+        pool, slots = self.group.memory.pool, self.group.slots
+        pool.check()
+        assert sum(pool.count(state) for state in PageState) == self.limits.pages
+        for slot in range(self.limits.slots):
+            table = slots.pages(slot).tolist()
+            assert set(np.flatnonzero(pool.owner == slot).tolist()) <= set(table)
+            assert len(set(table)) == len(table)
+            if slots.last_plan[slot] > self.group.passed:  # its plans may still touch them
+                assert not set(table) & set(np.flatnonzero(pool.state == PageState.READY).tolist())
+
+    @invariant()
+    def slots_and_requests_agree(self) -> None:
         group, slots = self.group, self.group.slots
-        group.pool.check()
-        assert sum(group.pool.count(state) for state in PageState) == LIMITS.pages
-        for slot in range(LIMITS.slots):
-            owned = np.flatnonzero(group.pool.owner == slot)
-            assert sorted(slots.pages(slot).tolist()) == owned.tolist()
-            is_running = slots.state[slot] in (SlotState.PREFILL, SlotState.DECODE)
+        for slot in range(self.limits.slots):
+            is_running = slots.state[slot] not in (SlotState.FREE, SlotState.RETIRED)
             assert (slots.requests[slot] is not None) == is_running
             if is_running:
                 assert slots.planned[slot] <= slots.max_length[slot]
         running = [request for request in slots.requests if request is not None]
         assert group.num_running == len(running)
-        assert group.promised_pages == sum(
-            -(-(request.max_length - 1) // LIMITS.page_size) - int(slots.num_pages[request.slot]) for request in running
-        )
-        assert group.promised_pages <= group.pool.num_ready
         assert len(running) + len(group.waiting) == len(self.live)
+        requests = Counter(request.tenant for request in self.live.values())
+        for tenant in ("", "b"):
+            index = group.tenants._index.get(tenant)
+            assert requests[tenant] == (group.tenants._requests[index] if index is not None else 0)
+
+    @invariant()
+    def promises_can_be_kept(self) -> None:
+        memory, slots = self.group.memory, self.group.slots
+        assert memory.promised == np.maximum(slots.promised - slots.num_pages, 0).sum()
+        assert memory.promised <= memory.pool.num_ready + memory.cache.evictable_pages
+
+    @invariant()
+    def the_tree_holds_what_it_says(self) -> None:
+        cache, pool = self.group.memory.cache, self.group.memory.pool
+        if not isinstance(cache, RadixCache):
+            assert not pool.count(PageState.PENDING)
+            assert not pool.count(PageState.CACHED)
+            return
+        nodes = list(cache.tree.nodes())
+        users: Counter[Node] = Counter()
+        for slot, lease in cache._leases.items():
+            assert self.group.slots.state[slot] != SlotState.FREE
+            node: Node | None = lease.node
+            while node is not None:
+                users[node] += 1
+                node = node.parent
+        pages = Counter(page for node in nodes for page in node.pages.tolist())
+        assert set(pages.values()) <= {1}
+        assert set(pages) == set(np.flatnonzero((pool.state == PageState.PENDING) | (pool.state == PageState.CACHED)).tolist())
+        for node in nodes:
+            assert node.users == users[node]
+            assert len(node.tokens) == len(node.pages) * self.limits.page_size > 0
+            if node.plan == CONFIRMED:
+                assert (pool.state[node.pages] == PageState.CACHED).all()
+                assert (self.device.cache[node.pages].ravel() == node.tokens).all(), "the keys and values of other tokens"
+            else:
+                assert (pool.state[node.pages] == PageState.PENDING).all()
+                assert node.plan in self.group._outstanding
+        assert cache.tree.num_nodes == len(nodes)
+        assert cache.tree.num_pages == len(pages)
+        assert cache.tree.evictable_pages == sum(len(node.pages) for node in nodes if not node.users)
 
     @invariant()
     def the_device_is_kept_busy(self) -> None:
@@ -149,18 +262,25 @@ class GroupMachine(RuleBasedStateMachine):
             assert self.plans or self.results, "requests are left and nothing is on its way"
 
     def teardown(self) -> None:
+        if not hasattr(self, "group"):
+            return
         for _ in range(10_000):
             if not self.plans and not self.results:
                 break
-            self.compute(3)
-            self.return_results(3, 100)
+            if self.plans:
+                self.compute(3, jumps=True)
+            if self.results:
+                self.return_results(3, 100)
+        group = self.group
         assert not self.live
-        assert not self.group.waiting.tokens
-        assert self.group.pool.num_ready == LIMITS.pages - 1
-        assert not self.group.num_outstanding
-        assert self.group.slots.num_free == LIMITS.slots
-        assert (self.group.slots.state == SlotState.FREE).all()
+        assert not group.waiting.tokens
+        assert group.memory.free == self.limits.pages - 1
+        assert not group.num_outstanding
+        assert group.slots.num_free == self.limits.slots
+        assert (group.slots.state == SlotState.FREE).all()
+        group.memory.cache.evict(self.limits.pages, group.passed)
+        assert group.memory.pool.num_ready == self.limits.pages - 1
 
 
-GroupMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+GroupMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestGroup = GroupMachine.TestCase

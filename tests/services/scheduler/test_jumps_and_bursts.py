@@ -2,11 +2,13 @@
 
 from collections import deque
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.scheduler.group import Group
+from services.scheduler.pages import PageState
 from services.scheduler.requests import Finished, Request
 from services.scheduler.steps import StepResult
 from services.worker.order import LaunchOrder
@@ -17,14 +19,6 @@ from tests.services.scheduler.device import Device, next_token
 
 LIMITS = Limits(slots=4, pages=17, page_size=2, max_length=16, max_step_tokens=6, vocab_size=30)
 CANCELLED = Finished(FINISH_REASON_CANCELLED)
-
-
-class OvertakenDevice(Device):
-    """Takes plans in the order in which a worker launches them."""
-
-    def run(self, plan: Plan) -> StepResult:
-        self.last_plan = -1
-        return super().run(plan)
 
 
 class JumpMachine(RuleBasedStateMachine):
@@ -40,7 +34,7 @@ class JumpMachine(RuleBasedStateMachine):
         self.live: dict[int, Request] = {}
         self.group = Group("group", LIMITS, 0, 6, True, self.send, self.deliver, METRICS.engine("group"))
         self.group.lead.on_result(4_000, late_us=0)  # a distance, so that plans queue
-        self.device = OvertakenDevice(LIMITS, owner_of=lambda page: int(self.group.pool.owner[page]))
+        self.device = Device(LIMITS, self.group.memory.pool)
 
     def send(self, plan: Plan) -> None:
         if plan.flags & PlanFlag.JUMP:
@@ -53,13 +47,17 @@ class JumpMachine(RuleBasedStateMachine):
         assert not len(jump.decode_slots)
         assert not len(jump.release_slots)
         assert sorted(jump.prefill_slots) == sorted(jump.admissions["slot"])
-        assert not jump.prefill_starts.any()
+        starts = dict(zip(jump.prefill_slots.tolist(), jump.prefill_starts.tolist(), strict=True))
+        writes = np.array(
+            [index * LIMITS.page_size >= starts[slot] for slot, index in zip(jump.grant_slots, jump.grant_indexes, strict=True)]
+        )
+        assert (self.group.memory.pool.state[jump.grant_pages[~writes]] == PageState.CACHED).all()  # nobody is to write what it reads
         assert set(jump.grant_slots) <= set(jump.prefill_slots)
         for overtaken in self.waiting.values():
             if overtaken.flags & PlanFlag.JUMP:
                 continue
             assert not set(jump.prefill_slots) & {*overtaken.row_slots, *overtaken.release_slots, *overtaken.admissions["slot"]}
-            assert not set(jump.grant_pages) & set(overtaken.grant_pages)
+            assert not set(jump.grant_pages[writes]) & set(overtaken.grant_pages)
 
     def check_burst(self, plan: Plan) -> None:
         assert plan.iterations == 1 or not len(plan.prefill_slots)
@@ -109,7 +107,7 @@ class JumpMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        self.group.pool.check()
+        self.group.memory.pool.check()
         if self.live:
             assert self.waiting or self.results
 

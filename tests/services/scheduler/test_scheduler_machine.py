@@ -41,7 +41,7 @@ class Running:
     def __init__(self, scheduler: Scheduler) -> None:
         self.plans: deque[Plan] = deque()
         self.group = Group("group", LIMITS, 0, 4, True, self.plans.append, scheduler.deliver, ENGINE)
-        self.device = Device(LIMITS, owner_of=lambda page: int(self.group.pool.owner[page]))
+        self.device = Device(LIMITS, self.group.memory.pool)
 
     def step(self, now: float) -> None:
         self.group.on_result(self.device.run(self.plans.popleft()), now)
@@ -142,14 +142,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         placed = sum(running.group.load for running in self.running)
         assert placed + len(self.scheduler._held) == len(self.prompts)
         for running in self.running:
-            running.group.pool.check()
+            running.group.memory.pool.check()
             assert not running.group.load or running.plans, "requests are left and nothing is on its way"
 
     def teardown(self) -> None:
         for running in self.running:
             while running.plans:
                 running.step(self.now)
-            assert running.group.pool.num_ready == LIMITS.pages - 1
+            assert running.group.memory.free == LIMITS.pages - 1
         self.scheduler.tick(self.now + GROUP_WAIT_S)
         assert not self.prompts
         assert not self.scheduler._group_of

@@ -40,4 +40,4 @@ def test_cancelled_requests_leave_no_trace() -> None:
         request = make_request(number, [1], 9)
         queue.push(request)
         queue.remove(request)
-    assert len(queue._heap) <= 2 + SLACK + 1
+    assert queue._entries <= 2 + SLACK + 1

@@ -1,0 +1,112 @@
+"""Which waiting request gets a slot next, and when: what it needs must be there, and nobody is passed over for ever.
+
+A request that others are computing a prefix of waits for that prefix, so that a burst of equal prompts computes it once. One that
+does not fit is passed over by others that do, at most `MAX_SKIPS` times; then nobody is admitted before it.
+"""
+
+import heapq
+from itertools import count
+
+import numpy as np
+
+from services.scheduler.memory import Memory
+from services.scheduler.radix import Prefix
+from services.scheduler.requests import Request
+from services.scheduler.slots import Slots, SlotState
+from services.scheduler.waiting import WaitingQueue
+from shared.protocol.plan import Int32s
+
+MAX_SKIPS = 32
+LOOKAHEAD = 4  # requests that do not fit and are passed over in one plan
+
+
+class Admissions:
+    """Between `begin` and `end`, one plan is made."""
+
+    def __init__(self, waiting: WaitingQueue, slots: Slots, memory: Memory, page_size: int) -> None:
+        self._waiting, self._slots, self._memory = waiting, slots, memory
+        self._page_size = page_size
+        self._passed_over: list[Request] = []  # in this plan
+        self._refused: tuple[int, int, int] | None = None  # the situation in which nobody could be admitted
+        self._followers: dict[int, list[tuple[int, int, Request]]] = {}  # by slot: a heap of (tokens they wait for, tie-breaker, request)
+        self._tie_breaker = count()
+
+    def begin(self, reserve: int, jump: bool) -> None:
+        """reserve: pages to leave. jump: the plan overtakes others, so that pages which they write cannot be read."""
+        self._reserve, self._jump = reserve, jump
+
+    def may_come(self) -> bool:
+        """Whether `next` is worth asking."""
+        return bool(len(self._waiting) and self._slots.num_free and self._situation() != self._refused)
+
+    def next(self, most_tokens: int | None) -> tuple[Request, Int32s] | None:
+        """The request to admit, which stays in the queue, and all of its tokens.
+
+        most_tokens: of which it may have to compute; then the shortest goes first. None: the first in the queue, whatever its length.
+        """
+        while self.may_come() and len(self._passed_over) <= LOOKAHEAD:
+            head = self._waiting.head()
+            request = head if most_tokens is None else self._waiting.shortest()
+            if head is None or request is None:
+                return None
+            if head.skips >= MAX_SKIPS:
+                request = head
+            ids = request.prefill_ids
+            prefix = self._memory.cache.lookup(request.cache_salt, ids)
+            if self._follows(request, ids, prefix):
+                continue
+            if most_tokens is not None and len(ids) - prefix.num_pages * self._page_size > most_tokens:
+                return None
+            cannot = self._jump and prefix.num_pages > self._memory.cache.lookup(request.cache_salt, ids, confirmed_only=True).num_pages
+            if cannot or self._memory.cost(prefix, len(ids), request.max_length) > self._memory.free - self._reserve:
+                if request.skips >= MAX_SKIPS:
+                    break
+                self._waiting.set_aside(request)
+                self._passed_over.append(request)
+                continue
+            for other in {head, *self._passed_over} - {request}:
+                other.skips += 1
+            return request, ids
+        if not self._jump:
+            self._refused = self._situation()
+        return None
+
+    def end(self) -> None:
+        """The plan is made."""
+        for request in self._passed_over:
+            self._waiting.put_back(request)
+        self._passed_over.clear()
+
+    def on_written(self, slot: int) -> None:
+        """A plan brings the slot further: who waits for it may come now."""
+        followers = self._followers.get(slot)
+        while followers and followers[0][0] <= self._slots.planned[slot]:
+            self._release(heapq.heappop(followers)[-1])
+        if followers is not None and not followers:
+            del self._followers[slot]
+
+    def on_left(self, slot: int) -> None:
+        """The slot gets no further rows: nobody waits for it any more."""
+        for *_, request in self._followers.pop(slot, ()):
+            self._release(request)
+
+    def _follows(self, request: Request, ids: Int32s, prefix: Prefix) -> bool:
+        """Sets the request aside until the slot that is computing its prefix has done so."""
+        writer = self._memory.cache.writer(prefix, ids)
+        theirs = self._slots.ids[writer] if writer is not None and self._slots.state[writer] == SlotState.PREFILL else None
+        if writer is None or theirs is None:
+            return False
+        length = min(len(ids), len(theirs)) - 1
+        common = int(np.argmin(np.append(ids[:length] == theirs[:length], False))) // self._page_size * self._page_size
+        if common <= self._slots.planned[writer]:
+            return False
+        self._waiting.set_aside(request)
+        heapq.heappush(self._followers.setdefault(writer, []), (common, next(self._tie_breaker), request))
+        return True
+
+    def _release(self, request: Request) -> None:
+        self._waiting.put_back(request)
+        self._refused = None
+
+    def _situation(self) -> tuple[int, int, int]:
+        return self._memory.free, self._slots.num_free, self._waiting.changes
