@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from services.worker.distributed.board import Mark, Place
+from services.worker.distributed.pynccl import NcclCommunicator
 from services.worker.distributed.rendezvous import CommunicatorKind
+from services.worker.distributed.torch_group import ControlGroup, TorchCommunicator
 from shared.errors import ConfigError, PeerLost
+
+CPU = torch.device("cpu")
 
 
 class Communicator(Protocol):
@@ -106,16 +110,11 @@ def _failed(what: str, error: RuntimeError) -> CollectiveFailed:
     return CollectiveFailed(f"{what} failed: {str(error).splitlines()[0]}")
 
 
-def in_columns(parts: Tensor) -> Tensor:
-    """`[size, B, V]`, as collectives gather it -> `[B, size * V]`."""
-    return parts.movedim(0, -2).flatten(-2)
-
-
 def communicator(
     rank: int,
     size: int,
     rendezvous: str,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
+    device: torch.device = CPU,
     kind: CommunicatorKind = "auto",
     start_timeout_s: float = 1800.0,
     step_timeout_s: float = 600.0,
@@ -129,10 +128,6 @@ def communicator(
         raise ConfigError(f"communicator: pynccl is for GPUs, these ranks compute on {device.type}: set auto or torch")
     if size == 1:
         return SingleCommunicator()
-    # Here, so that a group of one costs no import of them.
-    from services.worker.distributed.pynccl import NcclCommunicator
-    from services.worker.distributed.torch_group import ControlGroup, TorchCommunicator
-
     mark = mark or Mark(None)
     mark.move(Place.MEETING)
     control = ControlGroup(rank, size, rendezvous, start_timeout_s)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from services.worker.distributed import nccl
-from services.worker.distributed.communicator import in_columns
-from services.worker.distributed.torch_group import ControlGroup
+from services.worker.distributed.torch_group import ControlGroup, in_columns
 
 
 class NcclCommunicator:

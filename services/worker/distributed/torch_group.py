@@ -6,11 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.worker.distributed.communicator import in_columns
 from shared.errors import PeerLost
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+
+
+def in_columns(parts: Tensor) -> Tensor:
+    """`[size, B, V]`, as collectives gather it -> `[B, size * V]`."""
+    return parts.movedim(0, -2).flatten(-2)
 
 
 class ControlGroup:

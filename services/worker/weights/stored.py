@@ -41,10 +41,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name. Raises ConfigError, naming file and tensor, for what cannot be whole."""
     try:
         with file.open("rb") as stream:
-            start = stream.read(8)
-            if start == b"version ":
+            begin = stream.read(8)
+            if begin == b"version ":
                 raise ConfigError(f"{file}: a pointer of Git LFS, not the file: fetch it with git lfs pull")
-            (size,) = struct.unpack("<Q", start)
+            (size,) = struct.unpack("<Q", begin)
             if size > MAX_HEADER_BYTES:
                 raise ConfigError(f"{file}: a header of {size} bytes is no safetensors header")
             content = json.loads(stream.read(size))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kernels.sampling import sample
 from services.worker.distributed.board import Board, Mark
-from services.worker.distributed.communicator import SingleCommunicator, in_columns
+from services.worker.distributed.communicator import SingleCommunicator
+from services.worker.distributed.torch_group import in_columns
 from services.worker.engine.sampling import CANDIDATES, CandidateSampler, FullSampler, Sampling
 from services.worker.engine.slots import Slots
 from services.worker.layers.backends import Backends
