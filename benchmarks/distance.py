@@ -19,12 +19,12 @@ import uvloop
 from rich.progress import track
 
 from benchmarks.report import Plot, Report, Series
-from benchmarks.simulation import Client, build_proxy, counters, distant, model_folder, service, session
+from benchmarks.simulation import Client, build_proxy, connected, counters, distant, model_folder, service, session
 from services.scheduler.lead import Lead
 from shared.protocol import execution_pb2 as pb
 from shared.protocol.execution_pb2_grpc import ExecutionStub
 from shared.protocol.plan import ADMISSION, NO_STOP_ID, Plan, RowFlag, SlotFlag, encode
-from shared.rpc import PROTOCOL_VERSION, Outbox, channel, received
+from shared.rpc import PROTOCOL_VERSION, Outbox, received
 
 PROMPT_TOKENS = 64
 PROBE_TOKENS = 4
@@ -163,7 +163,7 @@ async def _control(port: int, rows: int, stream: int, seconds: float) -> float:
     lead = Lead(overlap=True)  # for its bursts
     plan_id = queued_us = first_us = busy_us = 0
     last: pb.PlanResult | None = None
-    async with channel(f"127.0.0.1:{port}") as opened:
+    async with connected(port) as opened:
         call = ExecutionStub(opened).Execute(aiter(outbox))
         async for message in received(aiter(call), "the worker"):
             match message.WhichOneof("message"):

@@ -3,6 +3,7 @@
 import time
 from statistics import median
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from benchmarks.report import Plot, Report, Series
@@ -22,7 +23,7 @@ from shared.protocol.plan import Limits, Plan, encode, ids_to_bytes
 ROWS = (1, 64, 256, 1024)
 ALLOWED_US, ALLOWED_US_PER_ROW = 200, 1
 MEAN_TOKENS = 300
-PROMPT = ids_to_bytes(list(range(3, 67)))
+PROMPT_TOKENS = 64
 VOCAB_SIZE = 32_000
 
 
@@ -66,12 +67,13 @@ def _cost_us(rows: int, plans: int) -> float:
     model = Model("simulated", VOCAB_SIZE, limits.max_length, frozenset({EOS}), ())
     device = SimulatedDevice(limits, Language(VOCAB_SIZE, (EOS,), MEAN_TOKENS), Roofline(GPUS["h200"], MODELS["8b"]))
     worker = VirtualWorker(clock, device, delay_us=1_000)
-    submitted = 0
+    submitted, random = 0, np.random.default_rng(0)
 
     def submit() -> None:
         nonlocal submitted
         submitted += 1
-        message = pb.Submit(request=submitted, attempt=1, prompt_ids=PROMPT, max_tokens=1_200, sampling=pb.Sampling(seed=1))
+        prompt = ids_to_bytes(random.integers(EOS + 1, VOCAB_SIZE, PROMPT_TOKENS).astype(np.int32))
+        message = pb.Submit(request=submitted, attempt=1, prompt_ids=prompt, max_tokens=1_200, sampling=pb.Sampling(seed=1))
         group.submit(to_request(message, 1, model, clock.now_s), clock.now_s)
 
     def deliver(updated: list[Request], now: float) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -65,6 +66,9 @@ def service(name: str, *arguments: str) -> Iterator[dict[str, int]]:
             ports: dict[str, int] = json.loads(ports_file.read_text())
             _wait(lambda: httpx.get(f"http://127.0.0.1:{ports['admin']}/readyz", trust_env=False).status_code == 200, process, log)
             yield ports
+        except BaseException:
+            print(f"the log of {name}:\n{log.read_text()}", file=sys.stderr)
+            raise
         finally:
             process.terminate()
             process.wait()
@@ -169,9 +173,18 @@ class Client:
 
 
 @contextlib.asynccontextmanager
+async def connected(port: int) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel that has a connection: on a busy machine the first attempt may be given up."""
+    async with channel(f"127.0.0.1:{port}") as opened:
+        async with asyncio.timeout(START_S):
+            await opened.channel_ready()
+        yield opened
+
+
+@contextlib.asynccontextmanager
 async def session(port: int) -> AsyncIterator[Client]:
     """A client of the scheduler at `port`. What fails in its reader fails the block."""
-    async with channel(f"127.0.0.1:{port}") as opened, asyncio.TaskGroup() as tasks:
+    async with connected(port) as opened, asyncio.TaskGroup() as tasks:
         client = Client(GenerationStub(opened))
         reader = tasks.create_task(client.read())
         yield client

@@ -32,7 +32,8 @@ class JumpMachine(RuleBasedStateMachine):
         self.waiting: dict[int, Plan] = {}  # sent and not launched
         self.results: deque[StepResult] = deque()
         self.live: dict[int, Request] = {}
-        self.group = Group("group", LIMITS, 0, 6, True, self.send, self.deliver, METRICS.engine("group"))
+        # Without the prefix cache, so that no page is in two hands for good reason.
+        self.group = Group("group", LIMITS, 0, 6, True, self.send, self.deliver, METRICS.engine("group"), prefix_cache=False)
         self.group.lead.on_result(4_000, late_us=0)  # a distance, so that plans queue
         self.device = Device(LIMITS, self.group.memory.pool)
 

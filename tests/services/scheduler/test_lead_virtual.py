@@ -44,7 +44,7 @@ class Run:
             "group", limits, 0, 512, self.overlap, self.send, self.deliver, METRICS.engine("group"), self.bursts, self.jump
         )
         for _ in range(self.rows):
-            self.held.append(self.submit(8_000))
+            self.held.append(self.submit(min(8_000, 900_000 // self.rows)))  # as many as the pages hold
         self.clock.run(round(WARM_UP_S * 1e6))
         busy, idle, start = self.worker.busy_us, self.worker.idle_us, len(self.plans)
         self.probe()
