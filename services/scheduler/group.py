@@ -307,7 +307,7 @@ class Group:
             self._make_room()
             waits = bool(self._prefilling) or self._admissions.may_come()
             decodes = self._decode_rows(self._policy(budget) if waits else budget)
-        self._admissions.begin(self._reserve(decodes), jump)
+        self._admissions.begin(self._reserve(decodes) if len(self.waiting) else 0, jump)
         chunks = batching.prefill_chunks(slots, [] if jump else list(self._prefilling), admit, budget - len(decodes))
         self._admissions.end()
         if not chunks and not jump:  # nobody came for what was kept for prompts
@@ -389,9 +389,11 @@ class Group:
         Never the oldest of all, which therefore ends, and none that has not come on by a page since it was preempted last.
         """
         slots, memory = self.slots, self.memory
+        if memory.is_plentiful or self._leaving:
+            return
         rows = slots.may_decode()
         growth = int(memory.beyond(rows, slots.planned[rows]).sum())
-        if not growth or self._leaving:
+        if not growth:
             return
         coming = memory.pool.num_cooling + int(slots.num_pages[self._retired].sum())
         if memory.free + coming >= max(growth, self._reserve(rows) // 2):

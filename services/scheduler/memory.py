@@ -41,6 +41,11 @@ class Memory:
         """Share of the pages that is in use, 0 to 1; what could be evicted is not."""
         return 1 - (self.pool.num_ready + self.cache.evictable_pages) / self._usable
 
+    @property
+    def is_plentiful(self) -> bool:
+        """Whether a page for every slot and the largest reserve are free: nothing to count then."""
+        return self.free >= max(len(self._slots.state), self._usable // MOST_RESERVED)
+
     def reserve(self, rows: int, tokens: float) -> int:
         """Pages to keep for so many rows, each of which may write `tokens` before a page that is given back now is here."""
         return min(rows * -int(-tokens // self._page_size), self._usable // MOST_RESERVED)
@@ -59,10 +64,13 @@ class Memory:
         return pages
 
     def affordable(self, rows: Int32s, written: Int32s) -> NDArray[np.bool_]:
-        """Which of these slots can have the pages to write `written` tokens: those that came first, first."""
+        """Which of these slots can have the pages, at most one each, to write `written` tokens: those that came first, first."""
+        everyone = np.ones(len(rows), dtype=np.bool_)
+        if self.is_plentiful:
+            return everyone
         beyond = self.beyond(rows, written)
         if int(beyond.sum()) <= self.free:
-            return np.ones(len(rows), dtype=np.bool_)
+            return everyone
         order = np.argsort(self._slots.arrived_at[rows], kind="stable")
         fits = np.empty(len(rows), dtype=np.bool_)
         fits[order] = np.cumsum(beyond[order]) <= self.free

@@ -1,0 +1,60 @@
+"""What scheduling costs: thread time of a result and the plan that follows it, and of the tree when it is large."""
+
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+
+from services.scheduler.group import Group
+from services.scheduler.requests import Request
+from services.scheduler.steps import StepResult
+from shared.protocol.plan import Limits, Plan
+from tests.services.scheduler.build import METRICS, make_request
+
+REPEATS = 5  # of which the best counts: the machine is shared
+PLANS = 60
+
+
+class InstantWorker:
+    """Answers plans with the same token for every row, at no cost worth measuring."""
+
+    def __init__(self, rows: int) -> None:
+        limits = Limits(slots=rows, pages=rows * 40 + 1, page_size=16, max_length=4096, max_step_tokens=2 * rows + 512, vocab_size=1000)
+        self.plans: deque[Plan] = deque()
+        self.epochs = np.zeros(rows, dtype=np.int32)
+        self.group = Group(
+            "group", limits, 0, limits.max_step_tokens, True, self.plans.append, self.deliver, METRICS.engine("group"), bursts=False
+        )
+        self.submitted = 0
+        for _ in range(rows):
+            self.submit(400)
+        while not all(request is not None and request.output for request in self.group.slots.requests):
+            self.step()
+
+    def submit(self, max_tokens: int) -> None:
+        self.submitted += 1
+        prompt = [1 + self.submitted % 7, 1 + self.submitted // 7 % 7, *[3] * 20]
+        self.group.submit(make_request(self.submitted, prompt, max_tokens, ignore_eos=True), 0.0)
+
+    def deliver(self, updated: list[Request], now: float) -> None:
+        """Nobody listens."""
+
+    def step(self) -> int:
+        """Nanoseconds of the scheduler's thread for the oldest result and what it leads to."""
+        plan = self.plans.popleft()
+        self.epochs[plan.admissions["slot"]] = plan.admissions["epoch"]
+        ids = np.full((plan.iterations, plan.rows), 7, dtype=np.int32)
+        result = StepResult(plan.plan_id, ids, self.epochs[plan.row_slots], hold_us=10_000, start_us=0, end_us=10_000, idle_us=0)
+        began = time.thread_time_ns()
+        self.group.on_result(result, 0.0)
+        return time.thread_time_ns() - began
+
+
+@pytest.mark.parametrize("rows", [1, 64, 256, 1024])
+def test_a_plan_and_its_result_cost_little(rows: int) -> None:
+    worker = InstantWorker(rows)
+    best_us = min(sum(worker.step() for _ in range(PLANS)) / PLANS / 1e3 for _ in range(REPEATS))
+    print(f"{rows} rows: {best_us:.0f} us")
+    assert worker.group.num_running == rows
+    assert best_us <= 200 + rows
