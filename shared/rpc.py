@@ -14,6 +14,7 @@ PROTOCOL_VERSION = "1.0"
 
 HEARTBEAT_S = 0.5  # a side that has sent nothing for this long sends a heartbeat
 SILENCE_S = 2.0  # a stream without any message for this long is dead
+LATE_S = 0.25  # an event loop that runs a timer this late was busy, and says nothing of its peers
 CONNECT_S = 5.0
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million ids is 4 MB
@@ -112,10 +113,23 @@ async def received(stream: AsyncIterator[M], peer: str, silence_s: float = SILEN
     Returns when the peer ends the stream in good order.
     """
     messages = aiter(stream)
+    loop = asyncio.get_running_loop()
+
+    def expire(timeout: asyncio.Timeout, due: float) -> None:
+        nonlocal timer
+        if loop.time() - due > LATE_S:  # it was we who were not listening: what was sent meanwhile has not been read
+            timer = loop.call_later(silence_s, expire, timeout, loop.time() + silence_s)
+        else:
+            timeout.reschedule(loop.time())
+
     while True:
         try:
-            async with asyncio.timeout(silence_s):
-                message = await anext(messages)
+            async with asyncio.timeout(None) as timeout:
+                timer = loop.call_later(silence_s, expire, timeout, loop.time() + silence_s)
+                try:
+                    message = await anext(messages)
+                finally:
+                    timer.cancel()
         except StopAsyncIteration:
             return
         except TimeoutError as error:

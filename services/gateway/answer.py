@@ -87,14 +87,14 @@ class Answer:
         choices: Sequence[Choice],
         wake: asyncio.Event,
         keep_alive_s: float,
-        timeout_s: float,
+        deadline: float,
         on_tokens: Callable[[int, int], None],
         on_sent: Callable[[float], None],
     ) -> None:
-        """`wake` is set by each generation that has news; `on_tokens` is told of every choice that got tokens, and how many;
-        `on_sent`, whenever a delta has been used up, how many seconds its oldest token was here."""
+        """deadline: on the event loop's clock. `wake` is set by each generation that has news; `on_tokens` is told of every choice
+        that got tokens, and how many; `on_sent`, whenever a delta has been used up, how many seconds its oldest token was here."""
         self.choices = choices
-        self.deadline = asyncio.get_running_loop().time() + timeout_s
+        self.deadline = deadline
         self._wake = wake
         self._keep_alive_s = keep_alive_s
         self._on_tokens, self._on_sent = on_tokens, on_sent

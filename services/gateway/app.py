@@ -1,5 +1,6 @@
 """The HTTP application: routes, request ids, and errors in one shape."""
 
+import asyncio
 import importlib.metadata
 import logging
 import re
@@ -19,6 +20,7 @@ from services.gateway.metrics import CLIENT_CLOSED_REQUEST, GatewayMetrics
 from services.gateway.openai import chat, completions, models
 from services.gateway.openai.errors import error_response, status_of
 from services.gateway.openai.service import Gateway
+from services.gateway.settings import GatewaySettings
 from shared import logging as logs
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ def create_app(gateway: Gateway) -> "Edge":
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(HTTPException, routing_error)
-    return Edge(app, gateway.settings.max_requests, gateway.metrics)
+    return Edge(app, gateway.settings, gateway.metrics)
 
 
 async def health(request: Request) -> dict[str, str]:
@@ -69,10 +71,10 @@ async def routing_error(request: Request, error: Exception) -> Response:
 class Edge:
     """The outermost layer: gives each request its id, bounds their number, counts and logs each, answers what nobody else caught."""
 
-    def __init__(self, app: ASGIApp, max_requests: int, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._max_requests = max_requests
+        self._max_requests, self._timeout_s = settings.max_requests, settings.timeout_s
         self._running = 0  # POST requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,6 +86,7 @@ class Edge:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         logs.bind(request_id=request_id)
+        state["deadline"] = asyncio.get_running_loop().time() + self._timeout_s
         state["metrics"] = metrics = self._metrics.request(scope["path"])
         status = 0
 

@@ -6,7 +6,8 @@ LockstepError
     |   |-- ModelNotFound
     |   |-- NotFound           no such route
     |   |-- MethodNotAllowed
-    |   `-- BodyTooLarge
+    |   |-- BodyTooLarge
+|   `-- BodyTooSlow
     |-- Overloaded             come back later
     |-- Unavailable            nothing to serve it just now
     |-- TimedOut
@@ -45,6 +46,10 @@ class MethodNotAllowed(InvalidRequest):
 
 class BodyTooLarge(InvalidRequest):
     """The body is larger than this gateway reads."""
+
+
+class BodyTooSlow(InvalidRequest):
+    """The body did not come in time."""
 
 
 class Overloaded(RequestError):

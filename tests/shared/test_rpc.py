@@ -58,6 +58,23 @@ async def test_silence_ends_a_stream() -> None:
         await anext(messages)
 
 
+async def test_a_busy_event_loop_blames_no_peer() -> None:
+    came = asyncio.Event()
+
+    async def stream() -> AsyncIterator[int]:
+        yield 1
+        await came.wait()
+        yield 2
+
+    messages = received(stream(), "the peer", silence_s=0.05)
+    assert await anext(messages) == 1
+    second = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0)
+    time.sleep(rpc.LATE_S + 0.1)  # nothing runs on this loop, while the peer goes on
+    asyncio.get_running_loop().call_later(0.02, came.set)
+    assert await second == 2
+
+
 async def test_a_stream_that_ends_in_good_order_just_ends() -> None:
     async def short() -> AsyncIterator[int]:
         for number in itertools.islice(itertools.count(), 3):

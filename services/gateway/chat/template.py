@@ -16,6 +16,7 @@ def encode_chat(tokenizer: TextTokenizer, messages: list[Message]) -> list[int]:
 
     Takes a thread's time: call it from one.
     """
+    tokenizer.check_size("".join(message["content"] for message in messages), "messages")  # before anything that takes long
     marks = Marks.draw()
     rendered = render(tokenizer, tokenizer.mark(messages, marks))
     tokenizer.check_size(rendered, "messages")

@@ -22,11 +22,11 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation."""
     gateway = Gateway.of(request)
-    body = parse(ChatRequest, await service.read_body(request, gateway.settings.max_body_bytes))
+    body = parse(ChatRequest, await service.read_body(request))
     check_chat(body)
     gateway.accept(body, request)
     model = gateway.scheduler.ready_model
-    ids = await gateway.in_thread(encode_chat, model.tokenizer, [template_message(message) for message in body.messages])
+    ids = await gateway.in_thread(request, encode_chat, model.tokenizer, [template_message(message) for message in body.messages])
     max_tokens = body.max_completion_tokens or body.max_tokens
     messages = service.submits(body, model, [ids], max_tokens, "messages", request)
     return await service.respond(request, body, model, messages, ChatFormat(body, model))

@@ -22,11 +22,11 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     """Continues one or several prompts."""
     gateway = Gateway.of(request)
-    body = parse(CompletionRequest, await service.read_body(request, gateway.settings.max_body_bytes))
+    body = parse(CompletionRequest, await service.read_body(request))
     check_completion(body)
     gateway.accept(body, request)
     model = gateway.scheduler.ready_model
-    prompts = await gateway.in_thread(_encode, model.tokenizer, body.prompts)
+    prompts = await gateway.in_thread(request, _encode, model.tokenizer, body.prompts)
     messages = service.submits(body, model, prompts, body.max_tokens, "prompt", request)
     return await service.respond(request, body, model, messages, CompletionFormat(body, model))
 

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from services.gateway.errors import (
     BodyTooLarge,
+    BodyTooSlow,
     InvalidRequest,
     MethodNotAllowed,
     ModelNotFound,
@@ -22,6 +23,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {  # to HTTP status and OpenAI'
     NotFound: (404, "invalid_request_error"),
     MethodNotAllowed: (405, "invalid_request_error"),
     BodyTooLarge: (413, "invalid_request_error"),
+    BodyTooSlow: (408, "invalid_request_error"),
     InvalidRequest: (400, "invalid_request_error"),
     Overloaded: (429, "rate_limit_error"),
     Unavailable: (503, "server_error"),

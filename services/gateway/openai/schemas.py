@@ -121,6 +121,7 @@ class GenerationRequest(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=2)
     logit_bias: Annotated[dict[str, float], _at_most(MAX_BIASES)] = {}
+    response_format: ResponseFormat | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -143,7 +144,6 @@ class ChatRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     functions: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
     function_call: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}

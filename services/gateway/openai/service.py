@@ -5,15 +5,16 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.answer import Answer, Choice, Delta
-from services.gateway.errors import BodyTooLarge, ClientGone, InvalidRequest, ModelNotFound
-from services.gateway.metrics import GatewayMetrics, RequestMetrics
+from services.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, InvalidRequest, ModelNotFound, Overloaded, TimedOut
+from services.gateway.generation import RETRY_AFTER_S
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
 from services.gateway.openai.sse import EventStream, unless_client_leaves
@@ -27,6 +28,13 @@ JSON = dict[str, Any]
 JSON_TYPE = "application/json"
 
 
+@dataclass
+class Bodies:
+    """Request bodies that are being read."""
+
+    bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Gateway:
     """What the routes share; kept in `app.state.gateway`."""
@@ -36,6 +44,7 @@ class Gateway:
     threads: Executor  # for templates and tokenisers
     created: int  # Unix time, told of every model
     metrics: GatewayMetrics
+    bodies: Bodies = field(default_factory=Bodies)
 
     @classmethod
     def of(cls, request: Request) -> "Gateway":
@@ -55,9 +64,14 @@ class Gateway:
         request.state.model = body.model
         request.state.metrics.accepted(body.stream)
 
-    async def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        """Runs what takes long enough to hold up other requests."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
+    async def in_thread(self, request: Request, function: Callable[..., T], *arguments: object) -> T:
+        """Runs what takes long enough to hold up other requests; not, if the client leaves before its turn. Raises ClientGone, TimedOut."""
+        work = asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
+        try:
+            async with asyncio.timeout_at(request.state.deadline):
+                return await unless_client_leaves(request.receive, work)
+        except TimeoutError as error:
+            raise TimedOut("the request took too long") from error
 
 
 class Format(Protocol):
@@ -70,8 +84,10 @@ class Format(Protocol):
     def chunks(self, deltas: AsyncIterator[Delta | None], answer: Answer) -> AsyncIterator[JSON | None]: ...
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises BodyTooLarge beyond `limit` bytes, as soon as that is known; InvalidRequest unless it says that it is JSON."""
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises InvalidRequest unless it says that it is JSON; BodyTooLarge as soon as that is known; BodyTooSlow."""
+    gateway = Gateway.of(request)
+    limit = gateway.settings.max_body_bytes
     kind = request.headers.get("content-type", JSON_TYPE).split(";")[0].strip().lower()
     if kind != JSON_TYPE:
         raise InvalidRequest(f"unsupported content type '{kind[:50]}': send {JSON_TYPE}")
@@ -80,12 +96,20 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise BodyTooLarge(f"the body has {int(announced)} bytes, the limit is {limit}")
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise BodyTooLarge(f"the body has more than {limit} bytes")
+        async with asyncio.timeout(gateway.settings.body_timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                gateway.bodies.bytes += len(chunk)
+                if len(body) > limit:
+                    raise BodyTooLarge(f"the body has more than {limit} bytes")
+                if gateway.bodies.bytes > gateway.settings.max_bodies_bytes:
+                    raise Overloaded("too many requests: try again later", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+    except TimeoutError as error:
+        raise BodyTooSlow(f"the body did not come within {gateway.settings.body_timeout_s:g} s") from error
     except ClientDisconnect as error:
         raise ClientGone("the client left while it sent its request") from error
+    finally:
+        gateway.bodies.bytes -= len(body)
     return bytes(body)
 
 
@@ -122,7 +146,7 @@ def submits(
                 min_tokens=body.min_tokens,
                 ignore_eos=body.ignore_eos,
                 stop_token_ids=ids_to_bytes(body.stop_token_ids),
-                deadline_ms=int(Gateway.of(request).settings.timeout_s * 1000),
+                deadline_ms=max(int((request.state.deadline - asyncio.get_running_loop().time()) * 1000), 1),
             )
         )
     return messages
@@ -130,7 +154,7 @@ def submits(
 
 async def respond(request: Request, body: GenerationRequest, model: Model, messages: Sequence[Submit], form: Format) -> Response:
     """Submits, and answers when it is clear that there is an answer: what goes wrong before that is an HTTP error."""
-    answer = _submit(Gateway.of(request), body, model, messages, request.state.metrics)
+    answer = _submit(body, model, messages, request)
     try:
         deltas = answer.deltas()
         if not body.stream:
@@ -146,7 +170,8 @@ async def respond(request: Request, body: GenerationRequest, model: Model, messa
     return EventStream(form.chunks(_chained(first, deltas), answer), answer, request)
 
 
-def _submit(gateway: Gateway, body: GenerationRequest, model: Model, messages: Sequence[Submit], metrics: RequestMetrics) -> Answer:
+def _submit(body: GenerationRequest, model: Model, messages: Sequence[Submit], request: Request) -> Answer:
+    gateway, metrics = Gateway.of(request), request.state.metrics
     terminal_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
     wake = asyncio.Event()
     choices: list[Choice] = []
@@ -158,7 +183,7 @@ def _submit(gateway: Gateway, body: GenerationRequest, model: Model, messages: S
         for choice in choices:
             choice.generation.close()
         raise
-    return Answer(choices, wake, gateway.settings.keep_alive_s, gateway.settings.timeout_s, metrics.tokens, metrics.sent)
+    return Answer(choices, wake, gateway.settings.keep_alive_s, request.state.deadline, metrics.tokens, metrics.sent)
 
 
 async def _texts(deltas: AsyncIterator[Delta | None], choices: int) -> list[str]:

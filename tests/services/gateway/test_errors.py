@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import openai
@@ -85,7 +86,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str | None]] = [  # fields b
     ({"logit_bias": {"65": 1}}, "logit_bias", ANY),
     ({"logit_bias": {"65": "x"}}, "logit_bias", "invalid_type"),
     ({"logit_bias": {str(key): "x" for key in range(10**5)}}, "logit_bias", "object_above_max_properties"),
-    ({"tools": [{}] * 10**5}, "tools", "array_above_max_length"),
+    ({"tools": [{}] * 10**4}, "tools", "array_above_max_length"),
     ({"messages": HI * 20_000}, "messages", "array_above_max_length"),
     ({"presence_penalty": 1}, "presence_penalty", ANY),
     ({"repetition_penalty": 1.2}, "repetition_penalty", ANY),
@@ -287,3 +288,67 @@ async def test_too_many_requests(start: Any) -> None:
     release.set()
     assert (await first).status_code == 200
     assert (await stack.chat()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", '{"model":"tiny","prompt":[' + ",".join(["[1]"] * 1_200_000) + "]}"),
+        ("/v1/completions", '{"model":"tiny","prompt":[' + ",".join(["1"] * 4_000_000) + "]}"),
+        ("/v1/chat/completions", '{"model":"tiny","foo":[' + ",".join(["[]"] * 2_500_000) + '],"messages":[]}'),
+        ("/v1/chat/completions", '{"model":"tiny","tools":[' + ",".join(['{"a":[[],[],[],[]]}'] * 400_000) + '],"messages":[]}'),
+    ],
+    ids=["lists of ids", "one list of ids", "an unknown key", "tools"],
+)
+async def test_sec_05_a_body_that_takes_long_to_parse_is_refused_unparsed(stack: Stack, path: str, body: str) -> None:
+    """The client shares this event loop, so the time is that of both."""
+    assert len(body) <= 8 << 20
+    content = body.encode()
+    begun = time.monotonic()
+    assert_error(await stack.http.post(path, content=content), 400, None)
+    assert time.monotonic() - begun < 1.0
+
+
+async def test_a_body_that_does_not_come_is_cut_off_and_frees_its_place(start: Any) -> None:
+    stack = await start(body_timeout_s=0.3, max_requests=2)
+    stack.says("x")
+
+    url = stack.http.base_url
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    connections = [await asyncio.open_connection(url.host, url.port) for _ in range(2)]
+    for _, writer in connections:
+        writer.write(head)
+    async with asyncio.timeout(10):
+        while (await stack.complete()).status_code != 429:
+            await asyncio.sleep(0.01)
+        for reader, writer in connections:
+            assert b" 408 " in await reader.readline()
+            writer.close()
+        assert (await stack.complete()).status_code == 200
+
+
+async def test_bodies_in_flight_are_bounded_together(start: Any) -> None:
+    stack = await start(max_bodies_bytes=4096, body_timeout_s=5.0)
+    stack.says("x")
+    release = asyncio.Event()
+
+    async def held() -> Any:
+        yield b" " * 3000
+        await release.wait()
+        yield json.dumps({"model": "tiny", "prompt": "hi"}).encode()
+
+    first = asyncio.create_task(stack.http.post("/v1/completions", content=held()))
+    async with asyncio.timeout(10):
+        while (response := await stack.complete(user="u" * 2000)).status_code == 200:
+            await asyncio.sleep(0.01)
+    assert_error(response, 429, None, "rate_limit_exceeded")
+    release.set()
+    assert (await first).status_code == 200
+    assert (await stack.complete(user="u" * 2000)).status_code == 200
+
+
+async def test_a_response_format_is_refused_on_both_endpoints(stack: Stack) -> None:
+    wanted = {"response_format": {"type": "json_object"}}
+    assert_error(await stack.chat(**wanted), 400, "response_format", ANY)
+    assert_error(await stack.complete(**wanted), 400, "response_format", ANY)
+    assert (await stack.complete(response_format={"type": "text"})).status_code == 200
