@@ -114,6 +114,7 @@ async def received(stream: AsyncIterator[M], peer: str, silence_s: float = SILEN
     """
     messages = aiter(stream)
     loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
 
     def expire(timeout: asyncio.Timeout, due: float) -> None:
         nonlocal timer
