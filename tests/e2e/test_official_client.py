@@ -25,6 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def counts(usage: Any) -> tuple[int, int, int]:
+    """Without the tokens that were cached: the second answer to a prompt finds those of the first."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_str_02_chat_streamed_equals_whole(stack: Stack, name: str) -> None:
     request: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **CASES[name]}
@@ -34,7 +39,7 @@ def test_str_02_chat_streamed_equals_whole(stack: Stack, name: str) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason] == [
         whole.choices[0].finish_reason
     ]
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
     assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
@@ -51,7 +56,7 @@ def test_str_02_completion_streamed_equals_whole(stack: Stack, name: str) -> Non
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason] == [
         whole.choices[0].finish_reason
     ]
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     assert {chunk.model for chunk in chunks} == {"org/tiny"}
 
 
