@@ -157,7 +157,7 @@ def test_pfx_08_lookup_compares_tokens_and_no_hash_of_them(monkeypatch: pytest.M
     """Not even siblings whose keys collide are taken for each other: here all do."""
 
     class Colliding(bytes):
-        __hash__ = lambda self: 0  # type: ignore[assignment]  # noqa: E731
+        __hash__ = lambda self: 0  # noqa: E731
 
     key = RadixTree._key
     monkeypatch.setattr(RadixTree, "_key", lambda self, ids: Colliding(key(self, ids)))
