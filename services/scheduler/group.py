@@ -141,6 +141,7 @@ class Group:
         self._jumping_us -= plan.estimate_us * plan.jumps
         step_us = max((result.end_us - result.start_us) // len(result.ids), 1)
         self.step_times.observe(plan.decode_rows, plan.prefill_tokens, step_us)
+        self.lead.on_computed(result.end_us - result.start_us)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
         for later, ids in zip(range(len(result.ids) - 1, -1, -1), result.ids, strict=True):
             self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
@@ -316,13 +317,14 @@ class Group:
             return None
         plan.decode_slots = decodes
         plan.decode_flags = np.full(len(decodes), RowFlag.SAMPLE, dtype=np.int32)
-        if jump:
-            plan.flags = PlanFlag.JUMP
         if chunks:
             self._add_prefill(plan, chunks)
         step_us = self.step_times.estimate(len(decodes), len(plan.prefill_ids))
         plan.iterations = 1 if chunks else self._burst(decodes, step_us)
         plan.estimate_us = step_us * plan.iterations
+        if jump:
+            plan.flags = PlanFlag.JUMP
+            self.lead.on_jump(plan.estimate_us)
         written = np.concatenate((self._written(decodes, plan.iterations), plan.prefill_starts + plan.prefill_lengths))
         rows = plan.row_slots
         self.memory.grant(plan, rows, written, self.passed)

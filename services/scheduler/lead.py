@@ -19,6 +19,8 @@ MARGIN_DECAY = 0.998
 MAX_MARGIN_US = 2_000  # more would cost time to first token where no plan may jump
 MAX_MARGIN_WITH_JUMP_US = 15_000  # there it costs only the second token of a newcomer, and it covers gaps of a busy host
 MAX_OUTSTANDING_PLANS = 64
+JUMP_SHARE = 0.05  # of the device's time, for plans that jump: alone, a prefill reads all weights, which in a step with others is free
+MAX_JUMP_CREDIT_US = 50_000  # several newcomers at once
 PLAN_US = 2_000  # of device time that a plan should bring: several times what it costs to plan, send and receive
 PLAN_US_PER_GROUP = 1_000  # with several groups, so that one process has at most 1,000 plans a second
 
@@ -51,6 +53,7 @@ class Lead:
         self._overlap, self._bursts, self._jump = overlap, bursts, jump and overlap
         self._max_margin_us = MAX_MARGIN_WITH_JUMP_US if self._jump else MAX_MARGIN_US
         self._plan_us = PLAN_US
+        self._jump_credit_us = float(MAX_JUMP_CREDIT_US)
         self._round_trips: deque[int] = deque()
         self._sorted: list[int] = []
         self.round_trip_us = 0
@@ -68,7 +71,16 @@ class Lead:
 
     def may_jump(self, outstanding: int, jumping_us: int) -> bool:
         """jumping_us: the estimates of the outstanding plans that jump. With less than two outstanding plans there is no queue."""
-        return self._jump and 2 <= outstanding < MAX_OUTSTANDING_PLANS and jumping_us < self.target_us
+        may = self._jump and 2 <= outstanding < MAX_OUTSTANDING_PLANS and jumping_us < self.target_us
+        return may and self._jump_credit_us > 0
+
+    def on_jump(self, estimate_us: int) -> None:
+        """A plan jumps."""
+        self._jump_credit_us -= estimate_us
+
+    def on_computed(self, busy_us: int) -> None:
+        """The device has computed for so long."""
+        self._jump_credit_us = min(self._jump_credit_us + JUMP_SHARE * busy_us, MAX_JUMP_CREDIT_US)
 
     def burst(self, step_us: int) -> int:
         """Iterations of a plan without prefill. They save messages, and cover no distance that more plans would not."""

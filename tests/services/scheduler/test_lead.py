@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from services.scheduler.group import Group
-from services.scheduler.lead import MAX_MARGIN_US, MAX_MARGIN_WITH_JUMP_US, PLAN_US, UNKNOWN_STEP_US, Lead, StepTimes
+from services.scheduler.lead import (
+    JUMP_SHARE,
+    MAX_JUMP_CREDIT_US,
+    MAX_MARGIN_US,
+    MAX_MARGIN_WITH_JUMP_US,
+    PLAN_US,
+    UNKNOWN_STEP_US,
+    Lead,
+    StepTimes,
+)
 from services.scheduler.steps import StepResult
 from shared.protocol.plan import MAX_BURST, Limits, Plan
 from tests.services.scheduler.build import METRICS, make_request
@@ -98,6 +107,20 @@ def test_a_jump_needs_a_queue_and_none_of_its_own() -> None:
     assert not lead.may_jump(3, jumping_us=1_000)
     assert not Lead(overlap=True, jump=False).may_jump(3, 0)
     assert not Lead(overlap=False).may_jump(3, 0)
+
+
+def test_jumps_have_a_small_share_of_the_devices_time() -> None:
+    lead = Lead(overlap=True)
+    lead.on_jump(MAX_JUMP_CREDIT_US)
+    assert not lead.may_jump(3, 0)
+    lead.on_jump(10_000)
+    lead.on_computed(round(9_000 / JUMP_SHARE))
+    assert not lead.may_jump(3, 0)
+    lead.on_computed(round(2_000 / JUMP_SHARE))
+    assert lead.may_jump(3, 0)
+    lead.on_computed(1 << 40)
+    lead.on_jump(MAX_JUMP_CREDIT_US)  # no more is saved up
+    assert not lead.may_jump(3, 0)
 
 
 def test_a_plan_is_late_only_when_the_device_waited_for_it() -> None:
