@@ -34,6 +34,7 @@ class DeviceSlot:
     max_length: int = 0
     stop_ids: frozenset[int] = frozenset()
     pages: dict[int, int] = field(default_factory=dict)
+    fails: bool = False  # its next row is not finite
 
 
 class Device:
@@ -104,12 +105,12 @@ class Device:
         for token in ids.tolist():
             self._write(slot, state.length, token)
             state.length += 1
-        return self._sample(slot) if sample else NO_TOKEN
+        return self._sample(slot) if sample or state.fails else NO_TOKEN
 
     def _sample(self, slot: int) -> int:
         state = self.slots[slot]
         token = self.model([self._read(slot, position) for position in range(state.length)], self.limits.vocab_size)
-        if token == FAIL:
+        if token == FAIL or state.fails:
             state.done = True
             return FAIL
         ends = token in state.stop_ids or (token == EOS and not state.ignore_eos)

@@ -30,6 +30,7 @@ SHAPES = {  # by page size: none has pages for all of its slots
 }
 ENGINE = METRICS.engine("group")
 CANCELLED = Finished(FINISH_REASON_CANCELLED)
+picks = st.integers(0, 11)  # one of those that are there
 
 
 def model(ids: list[int], vocab_size: int) -> int:
@@ -46,6 +47,8 @@ class GroupMachine(RuleBasedStateMachine):
         self.delivered: dict[int, list[int]] = {}  # what a gateway has, by request
         self.live: dict[int, Request] = {}
         self.slot_epoch = 3
+        self.broken: set[Request] = set()  # had a row that was made to fail
+        self.preempted: dict[Request, tuple[int, int, int]] = {}  # (slot, epoch, the last plan that names it)
 
     @initialize(
         page_size=st.sampled_from(sorted(SHAPES)),
@@ -63,6 +66,8 @@ class GroupMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.plans: deque[Plan] = deque()
         self.results: deque[StepResult] = deque()
+        self.preempted.clear()
+        self.wrong: set[int] = set()  # leases under which something was computed that is not finite
         self.group = Group(
             "group",
             self.limits,
@@ -77,6 +82,15 @@ class GroupMachine(RuleBasedStateMachine):
         self.device = Device(self.limits, self.group.memory.pool, model)
         for slot in self.device.slots:
             slot.epoch = self.slot_epoch
+        cache = self.group.memory.cache
+        if isinstance(cache, RadixCache):
+            fail, leases = cache.fail, cache._leases
+
+            def remember(slot: int, last_plan: int) -> list[int]:
+                self.wrong.add(leases[slot].number)
+                return fail(slot, last_plan)
+
+            cache.fail = remember  # type: ignore[method-assign]
 
     def deliver(self, updated: list[Request], now: float) -> None:
         for request in updated:
@@ -101,7 +115,7 @@ class GroupMachine(RuleBasedStateMachine):
             case Finished(reason) if reason == FINISH_REASON_LENGTH:
                 assert len(output) == request.max_tokens
             case end if end == FAILED:
-                assert model(prompt + output, VOCAB_SIZE) == FAIL
+                assert model(prompt + output, VOCAB_SIZE) == FAIL or request in self.broken
             case end:
                 assert end == CANCELLED
 
@@ -115,7 +129,7 @@ class GroupMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 1]),
         tenant=st.sampled_from(["", "b"]),
         cache_salt=st.sampled_from(["", "", "", "salt"]),
-        copies=st.sampled_from([1, 1, 1, 3]),
+        copies=st.sampled_from([1, 1, 3]),
     )
     def submit(
         self, pages: list[int], tail: list[int], max_tokens: int, min_tokens: int, ignore_eos: bool, stop_ids: tuple[int, ...],
@@ -159,21 +173,34 @@ class GroupMachine(RuleBasedStateMachine):
             self.group.on_result(self.results.popleft(), self.now)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), accepted=st.one_of(st.none(), st.integers(0, 5)))
-    def cancel(self, data: st.DataObject, accepted: int | None) -> None:
-        request = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+    @rule(pick=picks, accepted=st.one_of(st.none(), st.integers(0, 5)))
+    def cancel(self, pick: int, accepted: int | None) -> None:
+        request = self.live[sorted(self.live)[pick % len(self.live)]]
         request.accepted_tokens = accepted
         self.group.end(request, CANCELLED, self.now)
         assert request.key.request not in self.live
 
     @precondition(lambda self: self.group.num_running)
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
+    @rule(pick=picks)
+    def preempt(self, pick: int) -> None:
         slots = self.group.slots
         running = [slot for slot in range(self.limits.slots) if slots.state[slot] in (SlotState.PREFILL, SlotState.DECODE)]
         if running:
-            self.group.preempt(data.draw(st.sampled_from(running)))
+            slot = running[pick % len(running)]
+            request = slots.requests[slot]
+            assert request is not None
+            self.preempted[request] = (slot, int(slots.epoch[slot]), int(slots.last_plan[slot]))
+            self.group.preempt(slot)
             self.group._advance(self.now)
+
+    @precondition(lambda self: self.group.num_running)
+    @rule(pick=picks)
+    def break_a_row(self, pick: int) -> None:
+        """The next one of a slot, perhaps in the middle of its prefill."""
+        running = [(slot, request) for slot, request in enumerate(self.group.slots.requests) if request is not None]
+        slot, request = running[pick % len(running)]
+        self.device.slots[slot].fails = True
+        self.broken.add(request)
 
     @rule(count=st.integers(1, 5))
     def evict(self, count: int) -> None:
@@ -220,6 +247,18 @@ class GroupMachine(RuleBasedStateMachine):
             assert requests[tenant] == (group.tenants._requests[index] if index is not None else 0)
 
     @invariant()
+    def preemption_waits_for_results(self) -> None:
+        """But for requests that used what a failed row had computed: those begin again at once."""
+        spoilt = self.group.memory.cache._leases if isinstance(self.group.memory.cache, RadixCache) else {}
+        for request, (slot, epoch, plan) in list(self.preempted.items()):
+            is_spoilt = slot in spoilt and spoilt[slot].spoilt
+            if request.end is not None or is_spoilt or self.group.slots.epoch[slot] != epoch:
+                del self.preempted[request]
+            elif request.slot is None:
+                del self.preempted[request]
+                assert self.group.passed >= plan
+
+    @invariant()
     def promises_can_be_kept(self) -> None:
         memory, slots = self.group.memory, self.group.slots
         assert memory.promised == np.maximum(slots.promised - slots.num_pages, 0).sum()
@@ -252,6 +291,10 @@ class GroupMachine(RuleBasedStateMachine):
             else:
                 assert (pool.state[node.pages] == PageState.PENDING).all()
                 assert node.plan in self.group._outstanding
+        assert not any(node.writer in self.wrong for node in nodes)
+        unused = {page for node in nodes if not node.users for page in node.pages.tolist()}
+        for slot in range(self.limits.slots):  # nobody reads what may be evicted
+            assert not unused & set(self.group.slots.pages(slot).tolist())
         assert cache.tree.num_nodes == len(nodes)
         assert cache.tree.num_pages == len(pages)
         assert cache.tree.evictable_pages == sum(len(node.pages) for node in nodes if not node.users)
