@@ -12,6 +12,7 @@ from services.scheduler import batching
 from services.scheduler.admission import Admissions
 from services.scheduler.lead import Lead, StepTimes
 from services.scheduler.memory import Memory
+from services.scheduler.meter import Meter, Throughput
 from services.scheduler.metrics import EngineMetrics, EngineState
 from services.scheduler.pages import InvariantError
 from services.scheduler.policy import POLICIES, PolicyName
@@ -67,6 +68,8 @@ class Group:
         self.num_running = 0
         self.lead_us = 0  # of work queued behind the plan that runs, by estimate
         self.metrics = metrics
+        self._prefill_rate = Throughput()  # of steps with prefill
+        self._ended = Meter(0.0)  # requests
         self._max_step_tokens = min(max_step_tokens, limits.max_step_tokens)
         self._policy = POLICIES[policy]
         self._admissions = Admissions(self.waiting, self.slots, self.memory, limits.page_size)
@@ -116,6 +119,18 @@ class Group:
             lead_target_s=self.lead.target_us / 1e6,
         )
 
+    def wait_s(self, now: float) -> float:
+        """How long a request that comes now would wait before it can start, by measured rates; 0 while none is known.
+
+        The prompts before it have to be computed and, when all slots are taken, as many requests have to end as wait for one.
+        """
+        tokens = self.waiting.tokens + int((self.slots.target - self.slots.planned)[list(self._prefilling)].sum())
+        rate = self._prefill_rate.per_second
+        wait_s = tokens / rate if rate else 0.0
+        if not self.slots.num_free and (rate := self._ended.per_second(now)):
+            wait_s = max(wait_s, (len(self.waiting) + 1) / rate)
+        return wait_s
+
     def submit(self, request: Request, now: float) -> None:
         """Queues a request of at most `max_length` tokens."""
         self.waiting.push(request)
@@ -142,6 +157,8 @@ class Group:
         step_us = max((result.end_us - result.start_us) // len(result.ids), 1)
         self.step_times.observe(plan.decode_rows, plan.prefill_tokens, step_us)
         self.lead.on_computed(result.end_us - result.start_us)
+        if plan.prefill_tokens:
+            self._prefill_rate.count(plan.prefill_tokens, step_us / 1e6)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
         for later, ids in zip(range(len(result.ids) - 1, -1, -1), result.ids, strict=True):
             self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
@@ -233,6 +250,7 @@ class Group:
         if self._updated:
             updated = list(self._updated)
             self._updated.clear()
+            self._ended.count(sum(request.end is not None for request in updated), now)
             self._deliver(updated, now)
 
     def _measure_lead(self) -> None:

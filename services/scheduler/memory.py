@@ -74,6 +74,7 @@ class Memory:
         order = np.argsort(self._slots.arrived_at[rows], kind="stable")
         fits = np.empty(len(rows), dtype=np.bool_)
         fits[order] = np.cumsum(beyond[order]) <= self.free
+        fits |= beyond == 0  # what was promised is there, whoever waits
         return fits
 
     def beyond(self, rows: Int32s, written: Int32s) -> Int32s:

@@ -1,8 +1,9 @@
-"""How often something happens."""
+"""How often something happens, and how fast work is done."""
 
 import math
 
 WINDOW_S = 10.0
+BUSY_WINDOW_S = 1.0
 
 
 class Meter:
@@ -25,3 +26,20 @@ class Meter:
     def _fade(self, now: float) -> None:
         self._weight *= math.exp((self._at - now) / WINDOW_S)
         self._at = now
+
+
+class Throughput:
+    """Tokens per second of busy time, over about the last `BUSY_WINDOW_S` of it: what could be done, however little was asked for."""
+
+    def __init__(self) -> None:
+        self._tokens = self._busy_s = 0.0
+
+    def count(self, tokens: int, busy_s: float) -> None:
+        fade = math.exp(-busy_s / BUSY_WINDOW_S)
+        self._tokens = self._tokens * fade + tokens
+        self._busy_s = self._busy_s * fade + busy_s
+
+    @property
+    def per_second(self) -> float:
+        """0 before the first count."""
+        return self._tokens / self._busy_s if self._busy_s else 0.0

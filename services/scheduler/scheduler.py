@@ -236,11 +236,19 @@ class Scheduler:
                 request.end = rejected
                 self.deliver([request], now)
 
+    def _too_late(self, request: Request, now: float) -> Rejected | None:
+        """Better refused now than given up when its deadline has passed."""
+        wait_s = min((group.wait_s(now) for group in self.groups if not group.draining), default=0.0)
+        if request.deadline is None or now + wait_s < request.deadline:
+            return None
+        retry_s = min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
+        return Rejected(REJECT_REASON_DEADLINE, f"it would start in {wait_s:.1f} s, after its deadline", round(retry_s * 1e3))
+
     def _overload(self, request: Request, now: float) -> Rejected | None:
         requests = len(self._held) + sum(len(group.waiting) for group in self.groups)
         tokens = self._held.tokens + sum(group.waiting.tokens for group in self.groups)
         if requests < self._max_waiting_requests and (not requests or tokens + request.length <= self._max_waiting_tokens):
-            return None
+            return self._too_late(request, now)
         rate = self._ended.per_second(now)
         retry_s = min(max(requests / rate if rate else 0.0, MIN_RETRY_S), MAX_RETRY_S)
         return Rejected(REJECT_REASON_OVERLOADED, f"{requests} requests of {tokens} tokens wait already", round(retry_s * 1e3))

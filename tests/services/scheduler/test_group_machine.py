@@ -227,7 +227,7 @@ class GroupMachine(RuleBasedStateMachine):
             table = slots.pages(slot).tolist()
             assert set(np.flatnonzero(pool.owner == slot).tolist()) <= set(table)
             assert len(set(table)) == len(table)
-            if slots.last_plan[slot] > self.group.passed:  # its plans may still touch them
+            if any(slot in plan.slots for plan in self.group._outstanding.values()):  # which may still touch them
                 assert not set(table) & set(np.flatnonzero(pool.state == PageState.READY).tolist())
 
     @invariant()

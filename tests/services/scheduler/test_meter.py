@@ -1,6 +1,6 @@
 import pytest
 
-from services.scheduler.meter import Meter
+from services.scheduler.meter import Meter, Throughput
 
 
 def test_a_steady_rate_is_found_and_forgotten() -> None:
@@ -11,3 +11,14 @@ def test_a_steady_rate_is_found_and_forgotten() -> None:
         if tenth > 20:
             assert meter.per_second(tenth / 10) == pytest.approx(20, rel=0.05)
     assert meter.per_second(130.0) < 0.01
+
+
+def test_throughput_is_of_busy_time_and_follows_changes() -> None:
+    throughput = Throughput()
+    assert throughput.per_second == 0.0
+    for _ in range(10):
+        throughput.count(500, 0.1)
+    assert throughput.per_second == pytest.approx(5_000)
+    for _ in range(100):
+        throughput.count(100, 0.1)
+    assert throughput.per_second == pytest.approx(1_000, rel=0.01)

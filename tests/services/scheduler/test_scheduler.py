@@ -246,3 +246,19 @@ def test_a_finished_request_is_forgotten() -> None:
     harness.cancel(1)  # crossed on the way
     harness.submit(1, max_tokens=1, attempt=2)
     assert harness.scheduler.num_requests == 1
+
+
+def test_who_could_not_start_in_time_is_refused_at_once() -> None:
+    harness = Harness()
+    for number in range(40):
+        assert harness.submit(number, max_tokens=1, deadline_ms=100_000) is None  # nothing is known yet
+    device = Device(LIMITS, model=lambda ids, vocab_size: 7)
+    while len(harness.ends) < 20:  # one in half a second
+        harness.now += 0.5
+        harness.groups[0].on_result(device.run(harness.plans[harness.groups[0]].pop(0)), harness.now)
+    assert harness.submit(41, deadline_ms=60_000) is None
+    rejected = harness.submit(42, deadline_ms=2_000)
+    assert rejected is not None
+    assert rejected.reason == pb.REJECT_REASON_DEADLINE
+    assert 5_000 < rejected.retry_after_ms < 20_000  # 20 are left
+    assert harness.submit(43, deadline_ms=2_000, delivered=(5,)) is None  # a resumed request is never refused for load
