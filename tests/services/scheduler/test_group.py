@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +24,13 @@ CANCELLED = Finished(FINISH_REASON_CANCELLED)
 class Harness:
     """A group, and a device whose results come back when the test says so."""
 
-    def __init__(self, limits: Limits = LIMITS, max_step_tokens: int = 16, overlap: bool = True) -> None:
+    def __init__(self, limits: Limits = LIMITS, max_step_tokens: int = 16, overlap: bool = True, **options: Any) -> None:
         self.plans: list[Plan] = []  # all that were sent
         self.results: deque[StepResult] = deque()
         self.ended: list[Request] = []
         self.device = Device(limits, model=lambda ids, vocab_size: 7)
-        engine = METRICS.engine("group")
-        self.group = Group("group", limits, 0, max_step_tokens, overlap, self.send, self.deliver, engine, bursts=False, jump=False)
+        options = {"bursts": False, "jump": False} | options
+        self.group = Group("group", limits, 0, max_step_tokens, overlap, self.send, self.deliver, METRICS.engine("group"), **options)
 
     def send(self, plan: Plan) -> None:
         self.plans.append(plan)
