@@ -83,12 +83,7 @@ def test_all_three_are_scraped(prometheus: httpx.Client, stack: Stack) -> None:
 
 def test_what_a_request_does_is_seen(prometheus: httpx.Client, stack: Stack) -> None:
     stack.complete("hi", max_tokens=5)
+    completions = "lockstep_gateway_requests_total{code='200',endpoint='/v1/completions'}"
     eventually(lambda: query(prometheus, "sum by (service) (lockstep_request_success_total)") == {"scheduler": 1.0}, 20)
-    eventually(
-        lambda: (
-            query(prometheus, "sum by (service) (lockstep_gateway_requests_total{code='200',endpoint='/v1/completions'})")
-            == {"gateway": 1.0}
-        ),
-        20,
-    )
+    eventually(lambda: query(prometheus, f"sum by (service) ({completions})") == {"gateway": 1.0}, 20)
     eventually(lambda: query(prometheus, "sum by (service) (lockstep_worker_plans_total) > 0").keys() == {"worker"}, 20)
