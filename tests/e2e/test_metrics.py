@@ -95,7 +95,10 @@ def test_met_01_gauges_return_to_rest(scripted: Callable[..., Stack]) -> None:
     eventually(lambda: at_rest(stack))
     crowd(stack, 30)  # of which most are rejected, and those that are not run out of time
     eventually(lambda: at_rest(stack))
-    assert total(scrape(stack.scheduler), "lockstep_scheduler_requests_rejected_total", "reason=overloaded") > 0
+    rejected = scrape(stack.scheduler)
+    assert (
+        sum(total(rejected, "lockstep_scheduler_requests_rejected_total", f"reason={reason}") for reason in ("overloaded", "deadline")) > 0
+    )
     assert total(scrape(stack.gateway), "lockstep_gateway_requests_total", "code=504") > 0
 
 
