@@ -6,6 +6,7 @@ does not fit is passed over by others that do, at most `MAX_SKIPS` times; then n
 
 import heapq
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,16 @@ from shared.protocol.plan import Int32s
 
 MAX_SKIPS = 32
 LOOKAHEAD = 4  # requests that do not fit and are passed over in one plan
+RETRY_PLANS = 16  # after which those that did not fit are looked at anew: others may have computed their prefix, or the reserve is smaller
+
+
+class _Refusal(NamedTuple):
+    """The situation in which nobody could be admitted. While no request comes and nothing is freed, hardly anybody can be later."""
+
+    changes: int  # of the queue
+    free_slots: int
+    free_pages: int
+    until: int  # the number of the plan that looks again
 
 
 class Admissions:
@@ -27,17 +38,28 @@ class Admissions:
         self._waiting, self._slots, self._memory = waiting, slots, memory
         self._page_size = page_size
         self._passed_over: list[Request] = []  # in this plan
-        self._refused: tuple[int, int, int] | None = None  # the situation in which nobody could be admitted
+        self._refused: _Refusal | None = None  # when nobody could be admitted
+        self._plans = 0
         self._followers: dict[int, list[tuple[int, int, Request]]] = {}  # by slot: a heap of (tokens they wait for, tie-breaker, request)
         self._tie_breaker = count()
 
     def begin(self, reserve: int, jump: bool) -> None:
         """reserve: pages to leave. jump: the plan overtakes others, so that pages which they write cannot be read."""
         self._reserve, self._jump = reserve, jump
+        self._plans += 1
 
     def may_come(self) -> bool:
         """Whether `next` is worth asking."""
-        return bool(len(self._waiting) and self._slots.num_free and self._situation() != self._refused)
+        if not len(self._waiting) or not self._slots.num_free:
+            return False
+        before = self._refused
+        return (
+            before is None
+            or before.changes != self._waiting.changes
+            or before.free_slots != self._slots.num_free
+            or before.free_pages < self._memory.free
+            or before.until <= self._plans
+        )
 
     def next(self, most_tokens: int | None) -> tuple[Request, Int32s] | None:
         """The request to admit, which stays in the queue, and all of its tokens.
@@ -68,7 +90,7 @@ class Admissions:
                 other.skips += 1
             return request, ids
         if not self._jump:
-            self._refused = self._situation()
+            self._refused = _Refusal(self._waiting.changes, self._slots.num_free, self._memory.free, self._plans + RETRY_PLANS)
         return None
 
     def end(self) -> None:
@@ -107,6 +129,3 @@ class Admissions:
     def _release(self, request: Request) -> None:
         self._waiting.put_back(request)
         self._refused = None
-
-    def _situation(self) -> tuple[int, int, int]:
-        return self._memory.free, self._slots.num_free, self._waiting.changes

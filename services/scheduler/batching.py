@@ -26,9 +26,8 @@ class Chunk:
 Admit = Callable[[int | None], int | None]  # the slot of a request that starts now; with a number, if no more tokens are left of it
 
 
-def decode_rows(slots: Slots, most: int) -> Int32s:
-    """The slots of a step's decode rows; when more than `most` could run, those that have waited longest."""
-    rows = slots.may_decode()
+def decode_rows(slots: Slots, rows: Int32s, most: int) -> Int32s:
+    """The slots of a step's decode rows; when more than `most` of `rows` could run, those that have waited longest."""
     if len(rows) <= most:
         return rows
     return np.sort(rows[np.argsort(slots.last_plan[rows], kind="stable")[:most]])

@@ -321,16 +321,16 @@ class Group:
         def admit(most_tokens: int | None) -> int | None:
             return self._admit(most_tokens, plan, admitted, now)
 
-        decodes: Int32s = _NO_ROWS
+        could_decode = decodes = _NO_ROWS
         if not jump:
-            self._make_room()
+            could_decode = self._make_room()
             waits = bool(self._prefilling) or self._admissions.may_come()
-            decodes = self._decode_rows(self._policy(budget) if waits else budget)
+            decodes = self._decode_rows(could_decode, self._policy(budget) if waits else budget)
         self._admissions.begin(self._reserve(decodes) if len(self.waiting) else 0, jump)
         chunks = batching.prefill_chunks(slots, [] if jump else list(self._prefilling), admit, budget - len(decodes))
         self._admissions.end()
-        if not chunks and not jump:  # nobody came for what was kept for prompts
-            decodes = self._decode_rows(budget)
+        if not chunks and len(decodes) < len(could_decode):  # nobody came for what was kept for prompts
+            decodes = self._decode_rows(could_decode, budget)
         if not len(decodes) and not chunks:
             return None
         plan.decode_slots = decodes
@@ -343,8 +343,9 @@ class Group:
         if jump:
             plan.flags = PlanFlag.JUMP
             self.lead.on_jump(plan.estimate_us)
-        written = np.concatenate((self._written(decodes, plan.iterations), plan.prefill_starts + plan.prefill_lengths))
-        rows = plan.row_slots
+        written, rows = self._written(decodes, plan.iterations), decodes
+        if chunks:
+            written, rows = np.concatenate((written, plan.prefill_starts + plan.prefill_lengths)), plan.row_slots
         self.memory.grant(plan, rows, written, self.passed)
         if admitted:
             plan.admissions = np.concatenate([self._admission(slot) for slot in admitted])
@@ -356,7 +357,8 @@ class Group:
         slots.planned[rows] = written + samples
         slots.last_plan[rows] = plan.plan_id
         self.tenants.charge(slots.tenant[decodes], plan.iterations)
-        self.tenants.charge(slots.tenant[plan.prefill_slots], plan.prefill_lengths)
+        if chunks:
+            self.tenants.charge(slots.tenant[plan.prefill_slots], plan.prefill_lengths)
         for chunk in chunks:
             self.memory.cache.write(chunk.slot, slots.page_table[chunk.slot], chunk.start + chunk.length, plan.plan_id)
             self._admissions.on_written(chunk.slot)
@@ -389,9 +391,9 @@ class Group:
         iterations = min(self.lead.burst(step_us), int(left.max()))
         return iterations if self.memory.beyond(decodes, self._written(decodes, iterations)).sum() <= self.memory.free else 1
 
-    def _decode_rows(self, most: int) -> Int32s:
-        """Those that may run, and have a page to write to."""
-        rows = batching.decode_rows(self.slots, most)
+    def _decode_rows(self, rows: Int32s, most: int) -> Int32s:
+        """Those of `rows`, which may all run, that have a page to write to."""
+        rows = batching.decode_rows(self.slots, rows, most)
         return rows[self.memory.affordable(rows, self.slots.planned[rows])]
 
     def _reserve(self, decodes: Int32s) -> int:
@@ -403,27 +405,29 @@ class Group:
         reserve = self.memory.reserve(self.num_running, self.lead.target_us / step_us + self.lead.burst(step_us))
         return max(reserve, int(self.memory.beyond(decodes, self.slots.planned[decodes]).sum()))
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> Int32s:
         """Preempts a request when pages run out, one at a time: of the tenant that has had the most, the youngest.
 
         Never the oldest of all, which therefore ends, and none that has not come on by a page since it was preempted last.
+        Returns the slots that may have a decode row.
         """
         slots, memory = self.slots, self.memory
-        if memory.is_plentiful or self._leaving:
-            return
         rows = slots.may_decode()
+        if memory.is_plentiful or self._leaving:
+            return rows
         growth = int(memory.beyond(rows, slots.planned[rows]).sum())
         if not growth:
-            return
+            return rows
         coming = memory.pool.num_cooling + int(slots.num_pages[self._retired].sum())
         if memory.free + coming >= max(growth, self._reserve(rows) // 2):
-            return
+            return rows
         running = [slot for slot in range(self.limits.slots) if slots.requests[slot] is not None]
         oldest = min(running, key=self._rank)
         secure = slots.confirmed < slots.secure_until
         victims = [slot for slot in running if slot != oldest and not secure[slot]]
         if victims:
             self.preempt(max(victims, key=lambda slot: (self.tenants.computed_at(int(slots.tenant[slot])), self._rank(slot))))
+        return slots.may_decode()
 
     def _rank(self, slot: int) -> Rank:
         request = self.slots.requests[slot]

@@ -20,6 +20,9 @@ class SlotState(IntEnum):
     RETIRED = 4  # gets no further rows; free once its last plan has passed
 
 
+_NOTHING = np.empty(0, dtype=np.int32)
+
+
 class Slots:
     """Structure of arrays; nothing here is decided, only kept."""
 
@@ -82,6 +85,8 @@ class Slots:
         have = self.num_pages[slots]
         counts = np.maximum(-(-written // self._page_size) - have, 0)
         total = int(counts.sum())
+        if not total:
+            return _NOTHING, _NOTHING
         owners = np.repeat(slots, counts)
         first = np.cumsum(counts) - counts - have
         return owners, (np.arange(total) - np.repeat(first, counts)).astype(np.int32)
