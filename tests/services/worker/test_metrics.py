@@ -5,13 +5,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.driver import admission, int32s
 from services.worker.metrics import WorkerMetrics
 from shared.metrics import new_registry
 from shared.protocol.plan import Plan
 from shared.rpc import StreamEnded
 from tests.exposition import OPENMETRICS, samples
 from tests.services.worker.client import execution, worker
-from tests.services.worker.engine.driver import admission, int32s
 from tests.tiny import weightless_model
 
 SCRIPTED = ("--engine", "scripted", "--page-size", "4", "--max-num-seqs", "4", "--num-pages", "50", "--group", "blue")

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.driver import admission, int32s
 from services.worker.engine.roofline import GPUS, MODELS, Roofline
 from services.worker.engine.simulated import Language
 from shared.protocol import execution_pb2 as pb
@@ -17,7 +18,6 @@ from shared.protocol.execution_pb2_grpc import ExecutionStub
 from shared.protocol.plan import FAILED_ROW, Plan, PlanFlag, ids_from_bytes
 from shared.rpc import PROTOCOL_VERSION, StreamEnded
 from tests.services.worker.client import Execution, Worker, execution, worker
-from tests.services.worker.engine.driver import admission, int32s
 from tests.tiny import VOCAB_SIZE, weightless_model
 
 SIZES = ("--page-size", "4", "--max-num-seqs", "8", "--num-pages", "100", "--simulated-gpu", "h200", "--simulated-model", "0.6b")

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.driver import admission, int32s
 from shared.protocol import execution_pb2 as pb
 from shared.protocol.files import receive
 from shared.protocol.plan import NO_FLAGS, NO_TOKEN, Plan, PlanFlag, ids_from_bytes
 from shared.rpc import PROTOCOL_VERSION, StreamEnded
 from tests.services.worker.client import Execution, Worker, describe, execution, worker
-from tests.services.worker.engine.driver import admission, int32s
 from tests.tiny import weightless_model
 
 PLAYED = [10, 11, 12, 13, 14, 15, 16, 17]

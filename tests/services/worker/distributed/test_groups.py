@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks.driver import Driver, admission, int32s, spec
 from services.worker.engine.engine import TorchEngine
 from shared.protocol.plan import Plan, ids_from_bytes
 from shared.rpc import StreamEnded
 from tests.services.worker.client import Execution, Worker, execution
-from tests.services.worker.engine.driver import Driver, admission, int32s, spec
 from tests.tiny import weightless_model
 
 PAGES = 20  # of 4 tokens

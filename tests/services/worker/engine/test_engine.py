@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.driver import Driver, int32s, spec
 from services.worker.engine.engine import TorchEngine
 from shared.errors import ConfigError
 from shared.protocol.plan import FAILED_ROW, NO_TOKEN
-from tests.services.worker.engine.driver import Driver, int32s, spec
 from tests.tiny import MAX_LENGTH, tiny_model
 
 PAGE_SIZE = 4

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.driver import Driver, spec
 from services.worker.engine.scripted import ScriptedEngine, read_script
 from shared.errors import ConfigError
 from shared.protocol.plan import NO_TOKEN
-from tests.services.worker.engine.driver import Driver, spec
 from tests.tiny import weightless_model
 
 EOS = 2
@@ -68,7 +68,7 @@ def test_torch_is_imported_only_for_logits(tmp_path: Path) -> None:
     model = weightless_model(tmp_path / "model")
     (tmp_path / "script.json").write_text(json.dumps({"default": {"ids": [5]}}))
     code = (
-        "import sys; from pathlib import Path; from tests.services.worker.engine.driver import *;"
+        "import sys; from pathlib import Path; from benchmarks.driver import *;"
         "from services.worker.engine.scripted import ScriptedEngine;"
         f"engine = ScriptedEngine(spec(Path({str(model)!r}), script=Path({str(tmp_path / 'script.json')!r})), print);"
         "assert Driver(engine, 4, 8).prefill(0, [1]) == 5; assert 'torch' not in sys.modules"

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.driver import admission, int32s, spec
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.engine import TorchEngine
 from shared.errors import ConfigError
 from shared.protocol.plan import Plan, decode, encode
-from tests.services.worker.engine.driver import admission, int32s, spec
 
 DEADLINE_S = 100.0
 START_S = 60.0

@@ -11,10 +11,10 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.driver import spec
 from services.worker.distributed.communicator import SingleCommunicator
 from services.worker.engine.engine import TorchEngine
 from services.worker.weights.folder import ModelFolder
-from tests.services.worker.engine.driver import spec
 
 
 class Absent(SingleCommunicator):

@@ -1,4 +1,7 @@
-"""Drives an engine in this process, the way a rank does: plans go through their bytes, requests through slots and pages."""
+"""An engine in this process, driven the way a rank drives it: plans go through their bytes, requests through slots and pages.
+
+What benchmarks and tests share of it, so that both compute what the services compute.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +14,7 @@ from shared.protocol.plan import ADMISSION, NO_STOP_ID, Int32s, Plan, decode, en
 
 
 def spec(model: Path, **changes: object) -> RankSpec:
+    """Of a group of one rank that no supervisor has started, small unless `changes` say otherwise."""
     values: dict[str, object] = {
         "rank": 0,
         "ranks": 1,
@@ -34,6 +38,7 @@ def spec(model: Path, **changes: object) -> RankSpec:
 
 
 def admission(slot: int, max_length: int, **values: Any) -> np.ndarray:
+    """One record of a plan: a greedy request unless `values`, fields of ADMISSION, say otherwise."""
     record = np.zeros(1, dtype=ADMISSION)
     record["slot"], record["max_length"], record["top_p"], record["stop_ids"] = slot, max_length, 1.0, NO_STOP_ID
     for name, value in values.items():
@@ -47,19 +52,22 @@ def int32s(*values: int) -> Int32s:
 
 @dataclass
 class Driver:
-    """Gives every slot its own fixed pages, far apart from their neighbours."""
+    """Gives every slot its own fixed pages, far apart from their neighbours: `1 + slots * pages_per_slot` in all."""
 
     engine: Engine
     page_size: int
     pages_per_slot: int
+    slots: int = 8
     last_plan: int = field(default=0)
 
     def execute(self, plan: Plan, iterations: int = 1) -> list[list[int]]:
+        """Tokens `[iterations][rows]`."""
         words = np.frombuffer(bytearray(encode(plan)), dtype=np.int32)
         step = self.engine.begin(decode(words.data.cast("B")), words)
         return [step.run().tolist() for _ in range(iterations)]
 
     def plan(self, **sections: object) -> Plan:
+        """The next one."""
         self.last_plan += 1
         return Plan(self.last_plan, **sections)  # type: ignore[arg-type]
 
@@ -71,7 +79,7 @@ class Driver:
             "admissions": admission(slot, limit, **sampling),
             "grant_slots": np.full_like(pages, slot),
             "grant_indexes": pages,
-            "grant_pages": 1 + slot + 8 * pages,
+            "grant_pages": 1 + slot + self.slots * pages,
         }
         token = -1
         for start in range(0, len(ids), chunk):
