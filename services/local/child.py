@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -19,21 +19,25 @@ PORTS_EVERY_S = 0.02
 LAST_OUTPUT_S = 1.0  # for what is left in the pipe of an ended child
 
 
-def environment() -> dict[str, str]:
-    """Of a child. A folder `services` where the user happens to be is not ours: `python -m` must not look there."""
-    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a child, with these variables. A folder `services` where the user happens to be is not ours: `python -m` must not look there."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **(variables or {})}
 
 
 class Child:
     """`python -m services.NAME`, in a session of its own: Ctrl-C on the terminal reaches the launcher alone.
 
-    The child asks the kernel for SIGTERM when this process dies (`--parent-pid`), and so must be started from the main thread.
+    One of several of a service has its number behind the name: `worker-1`. The child asks the kernel for SIGTERM when this process dies
+    (`--parent-pid`); the kernel means the thread that starts it, which must live as long.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], logs: Path, forward_from: int) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, arguments: Sequence[str], logs: Path, forward_from: int, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """variables: of its environment, beside ours."""
+        self.name, self._service = name, name.partition("-")[0]
         self.forward_from = forward_from  # the level of logging from which its lines go to the terminal
-        self._arguments = arguments
+        self._arguments, self._variables = arguments, variables
         self._log_path = logs / f"{name}.log"
         self._ports_path = logs / f"{name}-ports.json"
         self._last_line, self._last_line_was_shown = "", False
@@ -43,13 +47,13 @@ class Child:
         self._ports_path.unlink(missing_ok=True)  # of the run before
         common = ["--ports-file", str(self._ports_path), "--parent-pid", str(os.getpid()), "--admin-port", "0"]
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"services.{self.name}", *common, *self._arguments),
+            *(sys.executable, "-m", f"services.{self._service}", *common, *self._arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=MAX_LINE_BYTES,
             start_new_session=True,
-            env=environment(),
+            env=environment(self._variables),
         )
         self.ended = asyncio.create_task(self.process.wait())
         self._follower = asyncio.create_task(self._follow())
