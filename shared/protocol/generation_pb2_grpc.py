@@ -70,6 +70,7 @@ class GenerationServicer(object):
 
     def Session(self, request_iterator, context):
         """One stream per gateway process carries all its requests. The first message each way is a hello.
+        A scheduler that stops ends it in good order, after all tokens: the gateway takes its live requests to the next leader.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

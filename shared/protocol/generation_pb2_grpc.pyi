@@ -19,7 +19,9 @@ class GenerationStub:
     Files: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerationFilesRequest, _generation_pb2.GenerationFilesResponse]
     """The files that turn text into ids and back: first a manifest, then chunks of at most 1 MB in its order."""
     Session: _aio.StreamStreamMultiCallable[_generation_pb2.GenerationSessionRequest, _generation_pb2.GenerationSessionResponse]
-    """One stream per gateway process carries all its requests. The first message each way is a hello."""
+    """One stream per gateway process carries all its requests. The first message each way is a hello.
+    A scheduler that stops ends it in good order, after all tokens: the gateway takes its live requests to the next leader.
+    """
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -44,6 +46,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_generation_pb2.GenerationSessionRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_generation_pb2.GenerationSessionRequest], _abc.AsyncIterator[_generation_pb2.GenerationSessionResponse]],
     ) -> _abc.AsyncIterator[_generation_pb2.GenerationSessionResponse]:
-        """One stream per gateway process carries all its requests. The first message each way is a hello."""
+        """One stream per gateway process carries all its requests. The first message each way is a hello.
+        A scheduler that stops ends it in good order, after all tokens: the gateway takes its live requests to the next leader.
+        """
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _aio.Server) -> None: ...
