@@ -1,20 +1,36 @@
 """Waiting for facts, and for processes that must be gone."""
 
+import asyncio
 import inspect
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 
 
+POLL_S = 0.02
+
+
 def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
     """Waits for a fact, up to a deadline; a test never sleeps for a guess."""
+    for _ in _polls(condition, within_s):
+        time.sleep(POLL_S)
+
+
+async def eventually_async(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """`eventually`, while the event loop runs on."""
+    for _ in _polls(condition, within_s):
+        await asyncio.sleep(POLL_S)
+
+
+def _polls(condition: Callable[[], object], within_s: float) -> Iterator[None]:
+    """One step each time that the fact is not there yet; fails at the deadline."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"not true within {within_s} s: {inspect.getsource(condition).strip()}"
-        time.sleep(0.02)
+        yield
 
 
 class Family:

@@ -41,7 +41,6 @@ class Choice:
         self.generation = generation
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
-        self.cached_tokens = 0  # known when the scheduler ends the request, not when a stop string does
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._one_by_one = bool(stops)  # to know which token completes a stop string
@@ -60,7 +59,6 @@ class Choice:
         text = self._show(ids)
         if ending is not None and self.finish_reason is None:
             self.completion_tokens += len(self._terminal)
-            self.cached_tokens = ending.cached_tokens
             text += self._matcher.push(self._detokenizer.flush())
             self.finish_reason = "stop" if ending.stopped or self._matcher.matched else "length"
             text += self._matcher.flush()
@@ -105,7 +103,7 @@ class Answer:
         return Usage(
             prompt_tokens=sum(len(choice.generation.submit.prompt_ids) // 4 for choice in self.choices),
             completion_tokens=sum(choice.completion_tokens for choice in self.choices),
-            cached_tokens=sum(choice.cached_tokens for choice in self.choices),
+            cached_tokens=sum(choice.generation.cached_tokens for choice in self.choices),
         )
 
     async def deltas(self) -> AsyncIterator[Delta | None]:

@@ -21,7 +21,6 @@ class Ending:
     """How a generation ended well."""
 
     stopped: bool  # by an end-of-sequence or stop token id, which is the last id; else by length
-    cached_tokens: int  # prompt tokens that were not computed anew
 
 
 class Generation:
@@ -35,6 +34,7 @@ class Generation:
         self.ids: list[int] = []  # all that were accepted
         self.arrived_at = 0.0  # when the first of the ids that nobody has taken came, on the monotonic clock
         self.ending: Ending | None = None
+        self.cached_tokens = 0  # of the prompt, that were not computed anew: known with the first ids
         self._error: RequestError | None = None
         self._wake = wake
         self._taken = 0
@@ -71,7 +71,7 @@ class Generation:
 
     def finish_at_once(self) -> None:
         """The end of a request for no tokens."""
-        self.ending = Ending(stopped=False, cached_tokens=0)
+        self.ending = Ending(stopped=False)
         self._wake.set()
 
     def fail(self, error: RequestError) -> None:
@@ -84,6 +84,7 @@ class Generation:
         """Ids of the current attempt. Those that are here already must be the same; a gap or a difference breaks the sequence."""
         if self.over or tokens.attempt != self.submit.attempt:
             return
+        self._cached(tokens.cached_tokens)
         try:
             ids = ids_from_bytes(tokens.ids).tolist()
         except PlanError as error:
@@ -106,14 +107,17 @@ class Generation:
         elif finished.completion_tokens != len(self.ids):
             self._broken(f"the end after {finished.completion_tokens} ids, of which {len(self.ids)} came")
         else:
-            cached_tokens = min(finished.cached_tokens, len(self.submit.prompt_ids) // 4)
-            self.ending = Ending(finished.reason == FinishReason.FINISH_REASON_STOP, cached_tokens)
+            self._cached(finished.cached_tokens)
+            self.ending = Ending(finished.reason == FinishReason.FINISH_REASON_STOP)
             self._wake.set()
 
     def on_rejected(self, rejected: Rejected) -> None:
         """The scheduler does not take the request."""
         if not self.over and rejected.attempt == self.submit.attempt:
             self.fail(rejection(rejected))
+
+    def _cached(self, tokens: int) -> None:
+        self.cached_tokens = max(self.cached_tokens, min(tokens, len(self.submit.prompt_ids) // 4))
 
     def _accept(self, ids: list[int]) -> None:
         if self._taken == len(self.ids):

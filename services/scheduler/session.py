@@ -81,12 +81,14 @@ class GatewaySession:
 
 def _add(batch: TokenBatch, request: Request) -> None:
     number, attempt, tokens = request.key.request, request.attempt, len(request.output)
+    cached = request.cached_tokens or 0
     if tokens > request.sent:
-        batch.tokens.add(request=number, attempt=attempt, first_index=request.sent, ids=request.output[request.sent :].tobytes())
+        news = batch.tokens.add(request=number, attempt=attempt, first_index=request.sent, ids=request.output[request.sent :].tobytes())
+        if request.sent == request.resumed_at:
+            news.cached_tokens = cached
         request.sent = tokens
     match request.end:
         case Finished(reason, detail):
-            cached = request.cached_tokens or 0
             batch.finished.add(
                 request=number, attempt=attempt, reason=reason, completion_tokens=tokens, cached_tokens=cached, detail=detail
             )

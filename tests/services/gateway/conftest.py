@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +12,12 @@ import pytest
 
 from services.gateway.server import serve
 from services.gateway.settings import GatewaySettings
+from tests.processes import eventually_async
 from tests.services.gateway.scripted_scheduler import STOP, Script, ScriptedScheduler
 from tests.tiny import tiny_tokenizer
 
 EOS = 2
 ANY = "any"  # not tested
-
-
-async def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
-    """Waits for a fact, up to a deadline."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not true within {within_s} s"
-        await asyncio.sleep(0.01)
 
 
 @dataclass
@@ -122,7 +114,7 @@ async def start(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
         given = {"port": 0, "admin_port": 0, "served_model_name": ["tiny", "org/tiny"], "drain_s": 0, **settings}
         service = serve(GatewaySettings(scheduler=f"127.0.0.1:{scripted.port}", ports_file=ports, **given), stop)
         running.append(asyncio.create_task(service))
-        await eventually(ports.exists)
+        await eventually_async(ports.exists)
         http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{json.loads(ports.read_text())['http']}", timeout=30)
         stack = Stack(scripted, http, scripted.folder, stop)
         stacks.append(stack)

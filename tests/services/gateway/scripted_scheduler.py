@@ -154,7 +154,8 @@ class ScriptedScheduler(GenerationServicer):
             await asyncio.sleep(script.step_s)
             ids = list(step)[: submit.max_tokens - length]
             index = length + (script.index_shift if length else 0)
-            batch = TokenBatch(tokens=[Tokens(**name, first_index=index, ids=ids_to_bytes(ids))])
+            cached_tokens = 0 if length else script.cached_tokens
+            batch = TokenBatch(tokens=[Tokens(**name, first_index=index, ids=ids_to_bytes(ids), cached_tokens=cached_tokens)])
             length += len(ids)
             if length == submit.max_tokens:
                 is_eos = ids[-1] in self.eos_ids and not submit.ignore_eos

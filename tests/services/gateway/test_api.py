@@ -45,6 +45,12 @@ async def test_api_03_one_json_object(stack: Stack) -> None:
         }
 
 
+async def test_cached_tokens_are_told_also_when_a_stop_string_ends_the_answer(stack: Stack) -> None:
+    stack.says("hello, world", cached_tokens=3)
+    for fields in ({}, {"stop": "ello"}, {"max_tokens": 2}):
+        assert (await stack.chat(**fields)).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
 async def test_api_04_max_completion_tokens(stack: Stack) -> None:
     stack.plays(*([5] for _ in range(100)))
     for fields in ({"max_completion_tokens": 3}, {"max_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}):

@@ -14,7 +14,8 @@ from services.gateway.generation import Generation
 from services.gateway.model import cache_folder
 from shared.protocol.generation_pb2 import Finished, FinishReason, RejectReason, Submit, Tokens
 from shared.protocol.plan import ids_to_bytes
-from tests.services.gateway.conftest import EOS, Stack, assert_error, eventually
+from tests.processes import eventually_async
+from tests.services.gateway.conftest import EOS, Stack, assert_error
 from tests.services.gateway.scripted_scheduler import LENGTH, Script
 from tests.tiny import tiny_tokenizer
 
@@ -77,7 +78,7 @@ async def test_a_broken_session_ends_every_request_and_comes_back(stack: Stack, 
     first_chunk, never = asyncio.Event(), asyncio.Event()
     stack.plays(first_chunk, stack.encode("hello"), never)
     waiting = [asyncio.create_task(stack.chat(stream=stream)) for stream in (False, True)]
-    await eventually(lambda: len(stack.scheduler.submits) == 2)
+    await eventually_async(lambda: len(stack.scheduler.submits) == 2)
     stack.plays(stack.encode("hello"), never)
     async with stack.http.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response:
         lines = response.aiter_lines()
@@ -110,7 +111,7 @@ async def test_an_older_epoch_is_ignored(stack: Stack) -> None:
     await stack.scheduler.stop()
     stack.scheduler.epoch = 0
     await stack.scheduler.start()
-    await eventually(lambda: len(stack.scheduler.hellos) >= 2)
+    await eventually_async(lambda: len(stack.scheduler.hellos) >= 2)
     assert (await stack.chat()).status_code == 503
     stack.scheduler.epoch = 5
     stack.says("x")
@@ -144,7 +145,7 @@ async def test_files_are_fetched_once_for_each_model(start: Any, tmp_path: Path)
     await third.scheduler.stop()
     third.scheduler.folder, third.scheduler.fingerprint = other, "0" * 64
     await third.scheduler.start()
-    await eventually(lambda: len(third.scheduler.hellos) == 2)
+    await eventually_async(lambda: len(third.scheduler.hellos) == 2)
     deadline = time.monotonic() + 10
     while (response := await third.chat()).status_code != 200:
         assert time.monotonic() < deadline
@@ -170,11 +171,11 @@ async def test_can_01_a_client_that_leaves_cancels(stack: Stack, stream: bool, b
     data = json.dumps({**BODY, "stream": stream}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
-    await eventually(lambda: stack.scheduler.submits)
+    await eventually_async(lambda: stack.scheduler.submits)
     if stream and begun:
         await reader.readuntil(b"hello")
     writer.close()
-    await eventually(lambda: stack.scheduler.cancels, within_s=2)
+    await eventually_async(lambda: stack.scheduler.cancels, within_s=2)
     submit, cancel = stack.scheduler.submits[0], stack.scheduler.cancels[0]
     assert (cancel.request, cancel.attempt) == (submit.request, submit.attempt)
     assert cancel.accepted_tokens == (len(ids) if stream and begun else cancel.accepted_tokens)
@@ -189,7 +190,7 @@ async def test_can_05_a_stop_string_cancels_with_the_tokens_that_count(stack: St
     else:
         usage = (await stack.chat(stop="e")).json()["usage"]
     assert usage["completion_tokens"] == 5
-    await eventually(lambda: stack.scheduler.cancels)
+    await eventually_async(lambda: stack.scheduler.cancels)
     assert [cancel.accepted_tokens for cancel in stack.scheduler.cancels] == [5]
 
 
@@ -206,7 +207,7 @@ async def test_can_04_all_prompts_of_a_request_are_cancelled(stack: Stack) -> No
     stack.plays(stack.encode("x"), never)
     async with stack.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": ["a", "b", "c"], "stream": True}) as response:
         await anext(response.aiter_lines())
-    await eventually(lambda: len(stack.scheduler.cancels) == 3, within_s=2)
+    await eventually_async(lambda: len(stack.scheduler.cancels) == 3, within_s=2)
     assert {cancel.request for cancel in stack.scheduler.cancels} == {submit.request for submit in stack.scheduler.submits}
 
 
@@ -215,7 +216,7 @@ async def test_a_request_that_takes_too_long_ends(start: Any, stream: bool) -> N
     stack = await start(timeout_s=0.3)
     stack.plays(asyncio.Event())
     assert_error(await stack.chat(stream=stream), 504, None)
-    await eventually(lambda: stack.scheduler.cancels)
+    await eventually_async(lambda: stack.scheduler.cancels)
     stack.plays(stack.encode("x"), asyncio.Event())
     raw = (await stack.chat(stream=True)).text
     assert json.loads(raw.split("\n\n")[-2].removeprefix("data: "))["error"]["type"] == "server_error"
@@ -233,7 +234,7 @@ async def test_a_client_that_does_not_read_loses_its_request_alone(start: Any) -
         client.connect(("127.0.0.1", stack.http.base_url.port))
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         client.sendall(head.encode() + data)
-        await eventually(lambda: stack.scheduler.cancels, within_s=30)
+        await eventually_async(lambda: stack.scheduler.cancels, within_s=30)
         stack.says("hello")
         assert await stack.content() == "hello"
 
@@ -243,7 +244,7 @@ async def test_all_other_prompts_are_cancelled_when_one_is_rejected(stack: Stack
         [asyncio.Event()], rejected=RejectReason.REJECT_REASON_OVERLOADED if submit.request == 2 else None
     )
     assert_error(await stack.complete(prompt=["a", "b", "c"]), 429, None)
-    await eventually(lambda: {cancel.request for cancel in stack.scheduler.cancels} == {1, 3})
+    await eventually_async(lambda: {cancel.request for cancel in stack.scheduler.cancels} == {1, 3})
 
 
 async def test_answers_end_before_the_gateway_does(start: Any) -> None:

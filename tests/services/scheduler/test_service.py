@@ -20,6 +20,7 @@ from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub
 from shared.rpc import PROTOCOL_VERSION, channel
 from tests.exposition import samples
+from tests.processes import eventually_async
 from tests.services.scheduler.device import EOS, next_token
 from tests.services.scheduler.scripted_worker import FILES, LIMITS, ScriptedWorker, serving
 from tests.services.scheduler.session_client import Answer, session, submit
@@ -55,12 +56,6 @@ async def scheduling(folder: Path, *workers: ScriptedWorker, ready: bool = True,
         await service
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def health(target: str) -> Any:
     async with channel(target) as opened:
         return (await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest())).status
@@ -86,7 +81,7 @@ async def test_requests_are_answered(tmp_path: Path) -> None:
 
 async def test_two_workers_share_the_load(tmp_path: Path) -> None:
     async with serving(ScriptedWorker()) as one, serving(ScriptedWorker()) as other, scheduling(tmp_path, one, other) as target:
-        await eventually(lambda: bool(one.hellos and other.hellos))
+        await eventually_async(lambda: bool(one.hellos and other.hellos))
         async with session(target) as client:
             for number in range(8):
                 client.submit(submit(number, [number + 1], max_tokens=30))
@@ -250,7 +245,7 @@ async def test_a_silent_worker_is_lost(tmp_path: Path) -> None:
         assert answer.finished is not None
         assert answer.finished.detail == "the worker group was lost"
         worker.silent = False
-        await eventually(lambda: len(worker.hellos) == 2)
+        await eventually_async(lambda: len(worker.hellos) == 2)
         assert worker.hellos[1] > worker.hellos[0]
         client.submit(submit(2, [2], 3))
         assert (await client.ended(2)).ids == expected([2], 3)
@@ -259,13 +254,13 @@ async def test_a_silent_worker_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan, stream", [(999, 1), (0, 7)])
 async def test_a_result_that_cannot_be_ends_the_stream(tmp_path: Path, plan: int, stream: int) -> None:
     async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
-        await eventually(lambda: worker.outbox is not None)
+        await eventually_async(lambda: worker.outbox is not None)
         assert worker.outbox is not None
         result = execution_pb2.PlanResult(
             plan=plan, epoch=worker.hellos[0][0], stream=stream, iterations=1, ids=bytes(4), slot_epochs=bytes(4)
         )
         worker.outbox.put(execution_pb2.ExecutionExecuteResponse(result=result))
-        await eventually(lambda: len(worker.hellos) == 2)
+        await eventually_async(lambda: len(worker.hellos) == 2)
         client.submit(submit(1, [2], 3))
         assert (await client.ended(1)).ids == expected([2], 3)
 
@@ -325,7 +320,7 @@ async def test_a_stop_ends_sessions_in_good_order(tmp_path: Path) -> None:
         client.submit(submit(1, [1], 60, ignore_eos=True))
         answer = await client.until(1, lambda answer: len(answer.ids) >= 3)
         await service.aclose()
-        await eventually(lambda: client.ended_well)
+        await eventually_async(lambda: client.ended_well)
         assert not answer.ended  # the next scheduler goes on with it
 
 
@@ -338,7 +333,7 @@ async def test_another_model_is_refused(tmp_path: Path) -> None:
                 client.submit(submit(number, [number], 40))
             for number in range(8):
                 await client.ended(number)
-            await eventually(lambda: other.described_ready > 1)
+            await eventually_async(lambda: other.described_ready > 1)
             assert not other.hellos
 
 
@@ -384,7 +379,7 @@ async def test_epochs_rise_above_what_others_have_seen(tmp_path: Path) -> None:
     async with serving(worker), scheduling(tmp_path, worker) as target:
         assert worker.hellos[1][0] == 6
         async with session(target, highest_epoch=40) as client:
-            await eventually(lambda: client.epoch >= 40)
+            await eventually_async(lambda: client.epoch >= 40)
 
 
 async def test_a_draining_group_gets_nothing_new(tmp_path: Path) -> None:
