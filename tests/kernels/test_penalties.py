@@ -1,0 +1,62 @@
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.penalties import IN_PROMPT, count_torch, penalise_torch
+from tests.kernels.support import DEVICE, INTERPRETED, generator, randn
+
+SLOTS, BIASES = 6, 4
+PENALTIES = [(0.0, 0.0, 1.0), (1.5, 0.0, 1.0), (0.0, -0.7, 1.0), (0.0, 0.0, 1.3), (-2.0, 0.25, 0.5), (0.3, 2.0, 1.0)]  # by slot
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the references run without the interpreter")
+
+
+def expected_logits(logits: Tensor, prompt: list[int], output: list[int], slot: int, bias: dict[int, float], first: int) -> list[float]:
+    """Token by token, in float64."""
+    presence, frequency, repetition = PENALTIES[slot]
+    values = []
+    for token, logit in enumerate(logits.double().tolist(), first):
+        logit += bias.get(token, 0.0)
+        if token in prompt or token in output:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        logit -= frequency * output.count(token)
+        values.append(logit - presence if token in output else logit)
+    return values
+
+
+@pytest.mark.parametrize("columns, first", [(1, 0), (37, 0), (1000, 0), (129, 129), (64, 500)])
+def test_penalties_equal_a_count_by_hand(columns: int, first: int) -> None:
+    random = generator(columns)
+    counts = torch.zeros(SLOTS, columns, dtype=torch.int32, device=DEVICE)
+    bias_ids = torch.full((SLOTS, BIASES), -1, dtype=torch.int32, device=DEVICE)
+    bias_values = torch.full((SLOTS, BIASES), torch.nan, device=DEVICE)  # of no account where there is no id
+    sequences, biases = [], []
+    for slot in range(SLOTS):
+        prompt, output = (torch.randint(first + columns + 5, (length,), generator=random, device=DEVICE) for length in (40, 60 * slot))
+        ids = torch.cat((prompt, output))
+        in_prompt = torch.arange(len(ids), device=DEVICE) < len(prompt)
+        for part in (slice(0, 30), slice(30, None)):  # chunks of a prefill
+            count_torch(counts, torch.full_like(ids[part], slot), ids[part].int(), in_prompt[part], first)
+        sequences.append((prompt.tolist(), output.tolist()))
+        used = torch.randperm(first + columns + 5, generator=random, device=DEVICE)[: slot % (BIASES + 1)]
+        bias_ids[slot, : len(used)], bias_values[slot, : len(used)] = used.int(), randn(len(used), seed=slot)
+        biases.append(dict(zip(used.tolist(), bias_values[slot].tolist(), strict=False)))
+    slots = torch.tensor([3, 0, 5, 1, 4, 2, 3], dtype=torch.int32, device=DEVICE)
+    logits = randn(len(slots), columns, seed=columns)
+    logits[:, columns // 2] = -torch.inf
+    before = logits.clone()
+    presence, frequency, repetition = torch.tensor(PENALTIES, device=DEVICE).T
+    penalise_torch(logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, first)
+    for row, slot in enumerate(slots.tolist()):
+        expected = expected_logits(before[row], *sequences[slot], slot, biases[slot], first)
+        torch.testing.assert_close(logits[row].double(), torch.tensor(expected, dtype=torch.float64, device=DEVICE), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits[1], before[1])
+
+
+def test_only_ids_of_these_columns_are_counted() -> None:
+    counts = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    ids = torch.tensor([-1, -2, 3, 4, 7, 8, 4, 4, 4], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1, 0], dtype=torch.int32, device=DEVICE)
+    in_prompt = torch.tensor([0, 0, 0, 1, 0, 1, 0, 0, 0], dtype=torch.bool, device=DEVICE)
+    count_torch(counts, slots, ids, in_prompt, first=4)
+    assert counts.tolist() == [[1, 0, 0, 0], [IN_PROMPT + 2, 0, 0, 1]]
