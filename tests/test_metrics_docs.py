@@ -79,5 +79,7 @@ def test_the_page_lists_what_is_exported(service: str) -> None:
 
 
 def test_the_page_names_the_twins() -> None:
-    counters = {"prompt_tokens", "generation_tokens", "request_success"}
+    counters = {
+        *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"),
+    }
     assert set(re.findall(r"`vllm:(\w+)`", PAGE.read_text())) == {name + "_total" * (name in counters) for name in TWINS}

@@ -181,7 +181,9 @@ class Worker:
             case "result":
                 if (message.result.epoch, message.result.stream) != identity:
                     raise ProtocolError(f"a result of stream {message.result.epoch}.{message.result.stream}")
+                began_s = time.thread_time()
                 group.on_result(_step_result(message.result), time.monotonic())
+                group.metrics.planned(time.thread_time() - began_s)
             case "draining":
                 self._tell(group.name, f"draining, {message.draining.remaining_ms} ms are left")
                 self._scheduler.drain_group(group, time.monotonic())

@@ -128,6 +128,7 @@ class Group:
         rate = self._prefill_rate.per_second
         wait_s = tokens / rate if rate else 0.0
         if not self.slots.num_free and (rate := self._ended.per_second(now)):
+            prefill_tokens_per_s=self._prefill_rate.per_second,
             wait_s = max(wait_s, (len(self.waiting) + 1) / rate)
         return wait_s
 
@@ -171,6 +172,7 @@ class Group:
         self._advance(now)
 
     def retire(self, slot: int, end: End | None, *, release: bool) -> None:
+        self.metrics.plan(plan.decode_rows, plan.prefill_tokens, len(result.ids))
         """The one way out of a slot: no further rows or grants; finalised once its last plan has passed.
 
         end: of the request; None when it waits for another slot. release: the device must be told that the row is done.
@@ -476,3 +478,4 @@ class Group:
         request = self.slots.requests[slot]
         assert request is not None  # it was admitted just now
         return admission(slot, int(self.slots.epoch[slot]), request)
+        self.metrics.admitted(len(pages) * page_size, len(request.prompt_ids) if request.admitted_at is None else None)

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shared.metrics import (
+    COST_BUCKETS,
     LATENCY_BUCKETS,
     REQUEST_TOKENS_BUCKETS,
     STEP_BUCKETS,
@@ -25,6 +26,7 @@ from shared.metrics import (
     Twins,
 )
 from shared.protocol.generation_pb2 import FinishReason, RejectReason
+from shared.protocol.plan import MAX_BURST
 
 NO_ENGINE = "none"
 OTHER_ENGINE = "other"
@@ -48,7 +50,10 @@ TWINS = frozenset(
     (
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
-        *("prompt_tokens", "generation_tokens", "request_success"),
+        *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
+        *("request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens"),
+        *("request_max_num_generation_tokens", "request_params_max_tokens", "iteration_tokens_total"),
+        *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"),
     )
 )
 
@@ -68,10 +73,13 @@ class EngineState:
     outstanding_plans: int = 0
     lead_s: float = 0.0
     lead_target_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0  # of the time in which it computes prompts
 
 
 ReadState = Callable[[], EngineState]
 
+TOKEN_MODES = ("prefill_compute", "prefill_cache", "decode")
+PLAN_ITERATIONS_BUCKETS = tuple(float(iterations) for iterations in range(1, MAX_BURST + 1))
 PAGE_STATES = ("ready", "owned", "pending", "cached", "cooling")
 GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_requests_running", "Requests that have a slot.", lambda state: state.running),
@@ -81,6 +89,11 @@ GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("scheduler_outstanding_plans", "Plans whose results are not in.", lambda state: state.outstanding_plans),
     ("scheduler_lead_seconds", "Time of the work that is queued at the group behind the plan that runs.", lambda state: state.lead_s),
     ("scheduler_lead_target_seconds", "Time of work that should be queued there.", lambda state: state.lead_target_s),
+    (
+        "scheduler_prefill_tokens_per_second",
+        "Prompt tokens a second that steps with prefill compute while they run: what the group can take.",
+        lambda state: state.prefill_tokens_per_s,
+    ),
 )
 
 
@@ -155,13 +168,19 @@ class EngineMetrics:
         self._inference = series.inference.labels(*labels)
         self._request_prompt = series.request_prompt.labels(*labels)
         self._request_generation = series.request_generation.labels(*labels)
+        self._longest_generation = series.longest_generation.labels(*labels)
         self._max_tokens = series.max_tokens.labels(*labels)
         self._prompt = series.prompt.labels(*labels)
         self._generation = series.generation.labels(*labels)
         self._preemptions = series.preemptions.labels(*labels)
+        self._queried = series.queried.labels(*labels)
+        self._hits = series.hits.labels(*labels)
+        self._computed, self._cached, self._decoded = (series.tokens.labels(*labels, mode) for mode in TOKEN_MODES)
         self._success = {reason: series.success.labels(*labels, word) for reason, word in FINISHED_REASONS.items()}
         self._step_tokens = series.step_tokens.labels(*labels)
         self._step = series.step.labels(*labels)
+        self._iterations = series.iterations.labels(*labels)
+        self._cost = series.cost.labels(*labels)
         gauges.read[name] = []
 
     def watch(self, read: ReadState) -> None:
@@ -171,6 +190,23 @@ class EngineMetrics:
     def unwatch(self, read: ReadState) -> None:
         """The group is lost: its gauges are at rest, its counters stay."""
         self._gauges.read[self._name].remove(read)
+
+    def admitted(self, cached_tokens: int, prompt_tokens: int | None) -> None:
+        """A request has a slot, and need not compute so many of its tokens. prompt_tokens: None when it had a slot before."""
+        self._cached.inc(cached_tokens)
+        if prompt_tokens is not None:
+            self._queried.inc(prompt_tokens)
+            self._hits.inc(min(cached_tokens, prompt_tokens))
+
+    def planned(self, seconds: float) -> None:
+        """A result was taken and what follows was planned, in so much time of the thread."""
+        self._cost.observe(seconds)
+
+    def plan(self, decode_rows: int, prefill_tokens: int, iterations: int) -> None:
+        """A plan has been computed."""
+        self._iterations.observe(iterations)
+        self._decoded.inc(decode_rows * iterations)
+        self._computed.inc(prefill_tokens)
 
     def step(self, tokens: int, seconds: float) -> None:
         """One iteration of decode rows and prefill tokens, timed by the worker."""
@@ -200,6 +236,7 @@ class EngineMetrics:
         self._e2e.observe(times.total_s)
         self._request_prompt.observe(prompt_tokens)
         self._request_generation.observe(completion_tokens)
+        self._longest_generation.observe(completion_tokens)
         self._max_tokens.observe(max_tokens)
         if times.first_token_at is not None and times.admitted_at is not None:
             decode_s = times.ended_at - times.first_token_at
@@ -235,17 +272,35 @@ class _Series:
         self.inference = histogram("request_inference_time_seconds", "From a request's slot to its end.", LATENCY_BUCKETS)
         self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", REQUEST_TOKENS_BUCKETS)
         self.request_generation = histogram("request_generation_tokens", "Completion tokens of a request.", REQUEST_TOKENS_BUCKETS)
+        self.longest_generation = histogram(
+            "request_max_num_generation_tokens",
+            "Completion tokens of the longest choice of a request; here each choice is a request.",
+            REQUEST_TOKENS_BUCKETS,
+        )
         self.max_tokens = histogram("request_params_max_tokens", "Completion tokens that a request allows.", REQUEST_TOKENS_BUCKETS)
         self.prompt = counter("prompt_tokens", "Prompt tokens of requests that have begun to answer.")
         self.generation = counter("generation_tokens", "Completion tokens that were computed.")
         self.preemptions = counter("num_preemptions", "Requests that lost their slot to others.")
+        self.queried = counter("prefix_cache_queries", "Prompt tokens of requests that have got a slot.")
+        self.hits = counter("prefix_cache_hits", "Prompt tokens of these that came from the prefix cache.")
+        self.tokens = counter(
+            "realtime_tokens",
+            "Tokens by what became of them: computed in prefill, taken from the prefix cache instead, or rows of decode steps.",
+            "mode",
+        )
         self.success = counter("request_success", "Requests that have ended, by reason.", "finished_reason")
         self.step_tokens = histogram("iteration_tokens_total", "Tokens of a step, decodes and prefill together.", STEP_TOKENS_BUCKETS)
         self.step = histogram("scheduler_step_seconds", "Time of a step, as the worker measured it.", STEP_BUCKETS)
+        self.iterations = histogram("scheduler_plan_iterations", "Iterations of a plan: a burst has several.", PLAN_ITERATIONS_BUCKETS)
+        self.cost = histogram(
+            "scheduler_planning_seconds", "Time of the scheduler's thread for a result and the plans that follow from it.", COST_BUCKETS
+        )
 
     @property
     def collectors(self) -> tuple[Collector, ...]:
-        return self.ttft, self.itl, self.e2e, self.prompt, self.generation, self.success
+        requests = (self.e2e, self.queue, self.prefill, self.decode, self.inference, self.per_token, self.success, self.preemptions)
+        sizes = (self.request_prompt, self.request_generation, self.longest_generation, self.max_tokens, self.step_tokens)
+        return (self.ttft, self.itl, self.prompt, self.generation, self.queried, self.hits, *requests, *sizes)
 
 
 class _Gauges(Collector):

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text
 
 from services.scheduler.group import Group
-from services.scheduler.metrics import FINISHED_REASONS, MAX_ENGINES, EngineState, RequestTimes, SchedulerMetrics
+from services.scheduler.metrics import FINISHED_REASONS, MAX_ENGINES, TOKEN_MODES, EngineState, RequestTimes, SchedulerMetrics
 from services.scheduler.model import Model
 from services.scheduler.requests import Key
 from services.scheduler.scheduler import Scheduler
@@ -112,6 +112,24 @@ def test_a_request_is_measured_from_its_arrival_to_its_end() -> None:
 def test_a_request_that_never_had_a_slot_waited_until_its_end() -> None:
     times = RequestTimes(arrived_at=1.0, admitted_at=None, first_token_at=None, ended_at=3.0)
     assert (times.queue_s, times.ttft_s, times.total_s) == (2.0, None, 2.0)
+
+
+def test_what_the_cache_saves_is_told_apart_from_what_is_computed() -> None:
+    metrics = Metrics()
+    engine = metrics.engine("blue")
+    engine.admitted(cached_tokens=32, prompt_tokens=40)
+    engine.admitted(cached_tokens=48, prompt_tokens=None)  # it is back after a preemption: its own work is no hit
+    engine.plan(decode_rows=0, prefill_tokens=8, iterations=1)
+    engine.plan(decode_rows=2, prefill_tokens=0, iterations=4)
+    engine.planned(0.0003)
+    for prefix in ("lockstep_", "vllm:"):
+        assert metrics.value(f"{prefix}prefix_cache_queries_total") == 40
+        assert metrics.value(f"{prefix}prefix_cache_hits_total") == 32
+    tokens = {mode: metrics.value("lockstep_realtime_tokens_total", mode=mode) for mode in TOKEN_MODES}
+    assert tokens == {"prefill_compute": 8, "prefill_cache": 80, "decode": 8}
+    assert metrics.value("lockstep_scheduler_plan_iterations_bucket", le="1.0") == 1
+    assert metrics.value("lockstep_scheduler_plan_iterations_bucket", le="4.0") == 2
+    assert metrics.value("lockstep_scheduler_planning_seconds_bucket", le="0.0005") == 1
 
 
 def test_groups_that_share_a_name_are_added_up() -> None:
