@@ -129,7 +129,7 @@ class ExecuteHeartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class PlanResult(_message.Message):
-    __slots__ = ("plan", "epoch", "stream", "iterations", "ids", "slot_epochs", "hold_us", "start_us", "end_us", "idle_us")
+    __slots__ = ("plan", "epoch", "stream", "iterations", "ids", "slot_epochs", "hold_us", "start_us", "end_us", "idle_us", "logprobs")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class PlanResult(_message.Message):
     START_US_FIELD_NUMBER: _ClassVar[int]
     END_US_FIELD_NUMBER: _ClassVar[int]
     IDLE_US_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     plan: int
     epoch: int
     stream: int
@@ -150,7 +151,8 @@ class PlanResult(_message.Message):
     start_us: int
     end_us: int
     idle_us: int
-    def __init__(self, plan: _Optional[int] = ..., epoch: _Optional[int] = ..., stream: _Optional[int] = ..., iterations: _Optional[int] = ..., ids: _Optional[bytes] = ..., slot_epochs: _Optional[bytes] = ..., hold_us: _Optional[int] = ..., start_us: _Optional[int] = ..., end_us: _Optional[int] = ..., idle_us: _Optional[int] = ...) -> None: ...
+    logprobs: bytes
+    def __init__(self, plan: _Optional[int] = ..., epoch: _Optional[int] = ..., stream: _Optional[int] = ..., iterations: _Optional[int] = ..., ids: _Optional[bytes] = ..., slot_epochs: _Optional[bytes] = ..., hold_us: _Optional[int] = ..., start_us: _Optional[int] = ..., end_us: _Optional[int] = ..., idle_us: _Optional[int] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("remaining_ms",)
