@@ -1,0 +1,233 @@
+"""Calls of tools in the text of an answer, as the model families write them.
+
+Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, once for each call
+Llama 3        the whole answer is {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>; more follow after a semicolon
+Mistral        [TOOL_CALLS] before a list of {"name": "f", "arguments": {...}}, or, later, before each f[ARGS]{...}
+
+The text comes in pieces; arguments go on as they come, in the model's own words. What turns out to be no call is content again.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic_core import from_json
+
+from services.gateway.chat.parts import CallArguments, CallBegun, Content, Part
+
+BLANKS = " \t\r\n"
+
+# A call up to its arguments, whose brace is next.
+OBJECT_HEAD = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]{1,200})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+NAMED_HEAD = re.compile(r"(?P<name>[\w.-]{1,200})(?:\[CALL_ID\]\w{0,64})?(?:\[ARGS\])?\s*(?=\{)")
+BEGUN_NAMED_HEAD = re.compile(r"[\w.-]{1,200}(?:\[[A-Z_]*\]?\w{0,64}){0,2}\s*")  # what may become one
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a family writes calls: between `opening` and `closing`, with blanks and `separators` around them."""
+
+    opening: str
+    closing: str = ""
+    separators: str = ""
+    whole_answer: bool = False  # a call may stand at the very beginning, without `opening`
+    named: bool = False  # a call may be a name before its arguments
+    markers: tuple[str, ...] = ()  # control tokens that must stay visible
+
+
+FormatName = Literal["hermes", "llama3", "mistral"]
+FORMATS: dict[FormatName, Format] = {
+    "hermes": Format("<tool_call>", closing="</tool_call>", markers=("<tool_call>", "</tool_call>")),
+    "llama3": Format("<|python_tag|>", separators=";,", whole_answer=True, markers=("<|python_tag|>",)),
+    "mistral": Format("[TOOL_CALLS]", separators="[],", named=True, markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+}
+
+
+def format_of(template: str) -> FormatName | None:
+    """The format that a chat template shows to its model; None if it knows no tools."""
+    if "tools" not in template:
+        return None
+    for name, form in FORMATS.items():
+        if form.opening in template:
+            return name
+    return "llama3" if '"parameters"' in template else None
+
+
+def split_at(text: str, marker: str) -> tuple[str, str, str]:
+    """What stands before the marker, the marker, and what follows; without it: the text but its end, which may become one, "", that end."""
+    before, found, after = text.partition(marker)
+    if found:
+        return before, found, after
+    longest = next((length for length in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:length])), 0)
+    return text[: len(text) - longest], "", text[len(text) - longest :]
+
+
+class Nesting:
+    """Follows the brackets of a JSON text that comes in pieces."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._in_string = self._escaped = False
+
+    def end(self, text: str) -> int | None:
+        """The position in this piece behind the bracket that closes the outermost one; None when it has not come."""
+        for position, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return position + 1
+        return None
+
+
+class CallReader:
+    """One call, from its first character on."""
+
+    def __init__(self, index: int) -> None:
+        self.begun = False  # its name has been told
+        self.held = ""  # what may still turn out to be no call
+        self._index = index
+        self._nesting = Nesting()
+        self._tail: Nesting | None = None  # behind the arguments: the rest of the object
+        self._in_arguments = False
+
+    def push(self, text: str) -> tuple[list[Part], str | None]:
+        """What is certain and, once the call has ended, what follows it. No call: `held` is the whole text, `begun` is False."""
+        if self.begun:
+            return self._arguments(text)
+        self.held += text
+        named = not self.held.startswith("{")
+        if head := (NAMED_HEAD if named else OBJECT_HEAD).match(self.held):
+            rest, self.held, self.begun, self._in_arguments = self.held[head.end() :], "", True, True
+            self._nesting, self._tail = Nesting(), None if named else Nesting(depth=1)
+            parts, follows = self._arguments(rest)
+            return [CallBegun(self._index, head["name"]), *parts], follows
+        if named:
+            return [], None if BEGUN_NAMED_HEAD.fullmatch(self.held) else ""
+        end = self._nesting.end(text)
+        if end is None:
+            return [], None
+        cut = len(self.held) - len(text) + end
+        self.held, follows = self.held[:cut], self.held[cut:]
+        return self._whole(), follows
+
+    def _arguments(self, text: str) -> tuple[list[Part], str | None]:
+        parts: list[Part] = []
+        if self._in_arguments:
+            end = self._nesting.end(text)
+            if text:
+                parts.append(CallArguments(self._index, text[:end]))
+            if end is None:
+                return parts, None
+            self._in_arguments, text = False, text[end:]
+        if self._tail is None:
+            return parts, text
+        end = self._tail.end(text)
+        return parts, None if end is None else text[end:]
+
+    def _whole(self) -> list[Part]:
+        """A call whose keys stand in another order, or that has no arguments."""
+        try:
+            call = from_json(self.held)
+        except ValueError:
+            return []
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if not isinstance(call.get("name"), str) or not isinstance(arguments, str | dict):
+            return []
+        self.held, self.begun = "", True
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return [CallBegun(self._index, call["name"]), CallArguments(self._index, written)]
+
+
+class ToolParser:
+    """Splits the text of one answer into content and calls."""
+
+    def __init__(self, form: Format) -> None:
+        self.calls = 0
+        self.is_reading = False  # the last call has not ended
+        self._form = form
+        self._text = ""  # not yet looked at
+        self._marker = ""  # the opening whose call has not begun
+        self._skipped = ""  # between it and what may be the call
+        self._is_between = form.whole_answer  # where a call may begin: after an opening, after a call
+        self._reader: CallReader | None = None
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain."""
+        self._text += text
+        parts: list[Part] = []
+        while self._text and self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What is left at the end of the answer. Of a call whose name has not come nothing is, if an opening announced it."""
+        self.is_reading = self._reader is not None
+        if self._marker:
+            return []
+        if self._reader is not None:
+            left = "" if self._reader.begun else self._reader.held
+        else:
+            left = self._text.strip(BLANKS + self._form.separators) if self._is_between and self.calls else self._text
+        return [Content(left)] if left else []
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Takes some of the text; False when more must come first."""
+        if self._reader is not None:
+            return self._read(self._reader, parts)
+        if self._is_between:
+            return self._begin(parts)
+        before, marker, self._text = split_at(self._text, self._form.opening)
+        if before:
+            parts.append(Content(before))
+        self._marker, self._is_between = marker, bool(marker)
+        return bool(marker)
+
+    def _begin(self, parts: list[Part]) -> bool:
+        form, rest = self._form, self._text.lstrip(BLANKS)
+        while rest and rest[0] in form.separators and not rest.startswith(form.opening) and not _is_start(rest, form.opening):
+            rest = rest[1:].lstrip(BLANKS)
+        if _is_start(rest, form.opening) or (form.closing and _is_start(rest, form.closing)):
+            return False
+        if rest.startswith(form.opening):
+            self._text, self._marker = rest.removeprefix(form.opening), form.opening
+        elif form.closing and rest.startswith(form.closing):
+            self._text, self._marker, self._is_between = rest.removeprefix(form.closing), "", False
+        elif rest[0] == "{" or (form.named and self._marker and BEGUN_NAMED_HEAD.match(rest)):
+            self._skipped, self._text, self._reader = self._text[: -len(rest)], rest, CallReader(self.calls)
+        else:
+            if self._marker:
+                parts.append(Content(self._marker))
+            elif self.calls:
+                self._text = rest
+            self._marker, self._is_between = "", False
+        return True
+
+    def _read(self, reader: CallReader, parts: list[Part]) -> bool:
+        found, rest = reader.push(self._text)
+        self._text = rest or ""
+        parts += found
+        if rest is None:
+            return False
+        if reader.begun:
+            self.calls += 1
+        else:
+            parts.append(Content(self._marker + self._skipped + reader.held))
+        self._reader, self._marker, self._is_between = None, "", reader.begun
+        return True
+
+
+def _is_start(text: str, marker: str) -> bool:
+    """Whether the text may become the marker."""
+    return len(text) < len(marker) and marker.startswith(text)

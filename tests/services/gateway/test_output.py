@@ -1,0 +1,196 @@
+"""Answers taken apart, however their text is cut into pieces."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.chat.output import Dialect
+from services.gateway.chat.parts import CallArguments, CallBegun, message
+from services.gateway.chat.tools import FORMATS, format_of
+
+A, B = {"city": "Paris {", "days": [1, {"x": 'a "quoted" }'}]}, {"é": "\\"}
+CALLS = [("get_weather", A), ("f", B)]
+HERMES = "".join(f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given)}}}\n</tool_call>\n' for name, given in CALLS)
+MISTRAL = "[TOOL_CALLS] " + json.dumps([{"name": name, "arguments": given} for name, given in CALLS])
+MISTRAL_NAMED = "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in CALLS)
+LLAMA = "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in CALLS)
+FAMILIES = [("hermes", HERMES), ("mistral", MISTRAL), ("mistral", MISTRAL_NAMED), ("llama3", LLAMA), ("llama3", f"<|python_tag|>{LLAMA}")]
+
+
+def read(dialect: Dialect, pieces: list[str], reason: str = "stop", prompt: str = "", **options: Any) -> tuple[dict[str, Any], str]:
+    """The message and the finish reason. Ids are left out."""
+    parser = dialect.parser(prompt=prompt, **{"tools": True, **options})
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    last, finish_reason = parser.finish(reason)
+    parts += last
+    begun = [part.index for part in parts if isinstance(part, CallBegun)]
+    assert begun == list(range(len(begun)))
+    assert all(part.text for part in parts if not isinstance(part, CallBegun)), "no part is empty"
+    told = message(parts)
+    for call in told.get("tool_calls", []):
+        assert call.pop("id").startswith("call_")
+    return told, finish_reason
+
+
+def calls_of(told: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in told.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize("family, text", FAMILIES)
+def test_calls_of_each_family(family: Any, text: str) -> None:
+    told, reason = read(Dialect(family, False), [text])
+    assert calls_of(told) == CALLS
+    assert (told["content"], reason) == (None, "tool_calls")
+    assert read(Dialect(family, False), list(text)) == (told, reason)
+
+
+@given(st.data())
+def test_pieces_change_nothing(data: st.DataObject) -> None:
+    """Texts made of what parsers look for, cut anywhere."""
+    family = data.draw(st.sampled_from(sorted(FORMATS)))
+    words = st.sampled_from(
+        [
+            HERMES,
+            MISTRAL,
+            LLAMA,
+            "<tool_call>",
+            "</tool_call>",
+            "[TOOL_CALLS]",
+            "<think>",
+            "</think>",
+            "<|python_tag|>",
+            "{",
+            "}",
+            "<",
+            "[",
+            "]",
+        ]
+        + ['{"name": "f"', ', "arguments": {"a": 1}', '"', " ", "\n", "f", "hello ", ";", ",", "\\", '{"arguments": {}, "name": "g"}', "é"]
+    )
+    text = "".join(data.draw(st.lists(words, max_size=12)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    dialect, prompt = Dialect(family, data.draw(st.booleans())), data.draw(st.sampled_from(["", "<think>\n"]))
+    reason = data.draw(st.sampled_from(["stop", "length"]))
+    whole = read(dialect, [text], reason, prompt)
+    assert read(dialect, pieces, reason, prompt) == whole
+    assert (whole[1] == "tool_calls") <= ("tool_calls" in whole[0]), "no finish reason of a call without one"
+
+
+@pytest.mark.parametrize("family", sorted(FORMATS))
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_what_is_no_call_is_content(family: Any, text: str) -> None:
+    told, reason = read(Dialect(family, False), list(text))
+    assert (told["content"], reason) == (text, "stop")
+    assert "tool_calls" not in told
+
+
+@pytest.mark.parametrize(
+    "family, text",
+    [
+        ("hermes", "<tool_call>call it</tool_call> no"),
+        ("hermes", '<tool_call>{"nom": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+        ("mistral", "[TOOL_CALLS] and so on"),
+        ("mistral", "[TOOL_CALLS]" + "f" * 600),
+        ("llama3", '{"name": "f", "age": 3, "parameters": [1]}'),
+        ("llama3", '{"city": "Paris"}'),
+        ("llama3", '{"city": "Par'),
+        ("llama3", 'It is {"name": "f", "parameters": {}}'),
+    ],
+)
+def test_what_looks_like_a_call_is_content(family: Any, text: str) -> None:
+    assert read(Dialect(family, False), [text]) == ({"role": "assistant", "content": text, "refusal": None}, "stop")
+
+
+@pytest.mark.parametrize(
+    "text, name, arguments",
+    [
+        ('{"arguments": {"a": 1}, "name": "f"}', "f", '{"a": 1}'),
+        ('{"name": "f"}', "f", "{}"),
+        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', "f", '{"a": 1}'),
+        ('{"type": "function", "name": "f", "parameters": {"a":1}, "id": 3}', "f", '{"a":1}'),
+        ('{"name": "f\\u00e9", "arguments": {}}', "fé", "{}"),
+    ],
+)
+def test_calls_in_other_words(text: str, name: str, arguments: str) -> None:
+    for pieces in ([f"<tool_call>{text}"], list(f"<tool_call>{text}")):  # models forget the closing marker
+        told, reason = read(Dialect("hermes", False), pieces)
+        assert told["tool_calls"] == [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        assert reason == "tool_calls"
+
+
+def test_arguments_go_on_as_they_come() -> None:
+    parser = Dialect("hermes", False).parser(prompt="", tools=True)
+    assert parser.push('<tool_call>{"name": "f", "arguments": ') == []
+    begun, first = parser.push('{"a": ')
+    assert (begun, first) == (CallBegun(0, "f", begun.id if isinstance(begun, CallBegun) else ""), CallArguments(0, '{"a": '))
+    assert parser.push("1}") == [CallArguments(0, "1}")]
+    assert parser.push("}</tool_call>") == []
+
+
+def test_an_answer_that_is_cut() -> None:
+    before_its_name = read(Dialect("hermes", False), ['Hello <tool_call>{"na'], "stop")
+    assert before_its_name == ({"role": "assistant", "content": "Hello ", "refusal": None}, "stop")
+    told, reason = read(Dialect("hermes", False), ['<tool_call>{"name": "f", "arguments": {"a": "b'], "length")
+    assert told["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": '{"a": "b'}}]
+    assert (told["content"], reason) == (None, "length")
+    assert read(Dialect("hermes", False), ['<tool_call>{"name": "f", "arguments": {}'], "stop")[1] == "stop"
+
+
+def test_text_around_calls() -> None:
+    told, _ = read(Dialect("hermes", False), [f"I ask. {HERMES}\n"])
+    assert told["content"] == "I ask. "
+    assert read(Dialect("hermes", False), [f"\n\n{HERMES}"])[0]["content"] is None
+    assert read(Dialect("hermes", False), ["\n\n"])[0]["content"] == "\n\n"
+    assert read(Dialect("hermes", False), [f"{HERMES}Done."])[0]["content"] == "\nDone."
+
+
+def test_tool_10_one_call_where_more_are_not_wanted() -> None:
+    told, reason = read(Dialect("hermes", False), list(HERMES), parallel=False)
+    assert (calls_of(told), reason) == (CALLS[:1], "tool_calls")
+
+
+def test_tool_07_no_tools_no_calls() -> None:
+    assert read(Dialect("hermes", False), [HERMES], tools=False)[0]["content"] == HERMES
+
+
+@pytest.mark.parametrize(
+    "prompt, text, reasoning, content",
+    [
+        ("", "<think>\nso it is\n</think>\n\nParis", "so it is", "Paris"),
+        ("<think>\n", "so it is\n</think>\n\nParis", "so it is", "Paris"),
+        ("<think>\n\n</think>\n\n", "Paris", None, "Paris"),
+        ("", "\n<think></think>Paris", None, "Paris"),
+        ("", " Paris <think>", None, " Paris <think>"),
+        ("<think>", "so it", "so it", None),
+        ("", "<think>a </thin b</think> <think>", "a </thin b", "<think>"),
+        ("", "<thi", None, "<thi"),
+    ],
+)
+def test_reasoning_is_apart(prompt: str, text: str, reasoning: str | None, content: str | None) -> None:
+    for pieces in ([text], list(text)):
+        told, reason = read(Dialect(None, True), pieces, prompt=prompt)
+        assert (told.get("reasoning_content"), told["content"], reason) == (reasoning, content, "stop")
+
+
+def test_reasoning_then_calls() -> None:
+    text = f"<think>I <tool_call> it</think>\n\n{HERMES}"
+    told, reason = read(Dialect("hermes", True), list(text))
+    assert (told["reasoning_content"], told["content"], calls_of(told)) == ("I <tool_call> it", None, CALLS)
+    assert reason == "tool_calls"
+
+
+def test_the_template_tells_the_dialect() -> None:
+    assert format_of("{{ messages }}") is None
+    assert format_of("{% if tools %}<tool_call>") == "hermes"
+    assert format_of("{% if tools %}[AVAILABLE_TOOLS] ... [TOOL_CALLS]") == "mistral"
+    assert format_of('{% if tools %}{"name": function name, "parameters": dictionary}') == "llama3"
+    assert Dialect.of("{% if tools %}<tool_call>{% endif %}</think>") == Dialect("hermes", True)
+    assert Dialect.of("{% if tools %}<tool_call></think>", "off", "off") == Dialect(None, False)
+    assert Dialect.of(None, "mistral", "think") == Dialect("mistral", True)
+    assert Dialect("mistral", False).shown(tools=True) >= {"[TOOL_CALLS]"}
+    assert not Dialect("mistral", False).shown(tools=False)
