@@ -1,7 +1,8 @@
 """The plan: what a scheduler sends for one step of a group, in the layout that the device reads.
 
 A plan is one array of little-endian int32. The supervisor checks it and passes the bytes on as they are; each rank copies them
-once to its device, where one kernel unpacks them. D decode rows, P prefill rows, T prefill ids, G grants, R releases, A admissions.
+once to its device, where one kernel unpacks them. D decode rows, P prefill rows, T prefill ids, G grants, R releases, N biases,
+A admissions.
 
     header            [16]                see Header
     decode slots      [D]                 length, last token and done flag of a decode row live on the device
@@ -15,10 +16,14 @@ once to its device, where one kernel unpacks them. D decode rows, P prefill rows
     grant indexes     [G]
     grant pages       [G]
     release slots     [R]                 sets the slot's done flag
+    bias slots        [N]                 bias number index of the slot is (id, value): of slots admitted with SlotFlag.BIASES
+    bias indexes      [N]
+    bias ids          [N]
+    bias values       [N]                 float32
     admissions        [A, 32]             see ADMISSION
 
-A rank applies releases, then admissions, then grants, then computes the rows. Version 1 has no mask records: the header keeps
-a field for their number.
+A rank applies releases, then admissions with their biases, then grants, then computes the rows. Version 1 has no mask records: the
+header keeps a field for their number.
 """
 
 from dataclasses import dataclass, field, fields
@@ -36,6 +41,10 @@ VERSION = 1
 MAX_BURST = 8  # iterations of one plan
 MAX_PLAN_BYTES = 1 << 20
 MAX_STOP_IDS = 16  # of one slot
+MAX_BIASES = 300  # of one slot
+MAX_BIAS = 100.0  # either way; so much makes an id certain, or forbids it
+MAX_PENALTY = 2.0  # presence and frequency, either way
+MAX_REPETITION = 100.0
 NO_STOP_ID = -1
 SCRATCH_PAGE = 0  # where done rows write; never granted
 
@@ -65,7 +74,7 @@ class Header(IntEnum):
     RELEASES = 12
     ADMISSIONS = 13
     MASKS = 14  # 0 in version 1
-    RESERVED = 15
+    BIASES = 15
 
 
 HEADER_SIZE = len(Header)
@@ -80,10 +89,14 @@ NO_FLAGS = PlanFlag(0)
 
 class RowFlag(IntFlag):
     SAMPLE = 1  # the row yields a token: every decode row, and the prompt's last chunk
+    SCORE = 2  # of a prefill row: log-probabilities of its ids are wanted; then of every chunk of the prompt, from its start on
 
 
 class SlotFlag(IntFlag):
     IGNORE_EOS = 1  # stop ids still end the row
+    PENALTIES = 2  # presence, frequency and repetition count
+    BIASES = 4  # the same plan brings them
+    LOGPROBS = 8  # log-probabilities of its tokens are wanted
 
 
 # What a slot starts with; everything else of the slot is reset. 128 bytes, all of 4-byte fields, so that a device can read it as int32.
@@ -100,7 +113,11 @@ ADMISSION = np.dtype(
         ("top_k", "<i4"),  # 0 is off
         ("top_p", "<f4"),  # 1 is off
         ("min_p", "<f4"),  # 0 is off
-        ("reserved", "<i4", (5,)),
+        ("presence", "<f4"),  # 0 is off; this and the next two are read with SlotFlag.PENALTIES only
+        ("frequency", "<f4"),  # 0 is off
+        ("repetition", "<f4"),  # 1 is off
+        ("prompt_length", "<i4"),  # tokens; what follows was generated, here or before the request came to this slot
+        ("reserved", "<i4", (1,)),
         ("stop_ids", "<i4", (MAX_STOP_IDS,)),  # NO_STOP_ID where unused
     ]
 )
@@ -130,6 +147,10 @@ class Plan:
     grant_indexes: Int32s = field(default_factory=_no_ids)
     grant_pages: Int32s = field(default_factory=_no_ids)
     release_slots: Int32s = field(default_factory=_no_ids)
+    bias_slots: Int32s = field(default_factory=_no_ids)
+    bias_indexes: Int32s = field(default_factory=_no_ids)
+    bias_ids: Int32s = field(default_factory=_no_ids)
+    bias_values: Int32s = field(default_factory=_no_ids)  # the bits of float32
     admissions: NDArray[np.void] = field(default_factory=lambda: np.empty(0, dtype=ADMISSION))
 
     @property
@@ -159,6 +180,10 @@ SECTIONS = (
     ("grant_indexes", Header.GRANTS),
     ("grant_pages", Header.GRANTS),
     ("release_slots", Header.RELEASES),
+    ("bias_slots", Header.BIASES),
+    ("bias_indexes", Header.BIASES),
+    ("bias_ids", Header.BIASES),
+    ("bias_values", Header.BIASES),
 )
 
 
@@ -206,7 +231,7 @@ def decode(data: bytes | memoryview) -> Plan:
     admissions = int(words[Header.ADMISSIONS])
     if min(*counts, admissions) < 0 or HEADER_SIZE + sum(counts) + admissions * ADMISSION_SIZE != len(words):
         raise PlanError("the plan's counts do not add up to its size")
-    if words[Header.MASKS] or words[Header.RESERVED]:
+    if words[Header.MASKS]:
         raise PlanError("the plan uses fields that version 1 reserves")
     plan = Plan(
         plan_id=int(words[Header.PLAN_LOW : Header.PLAN_HIGH + 1].view("<i8")[0]),
@@ -269,8 +294,12 @@ def check(plan: Plan, limits: Limits) -> None:
         ("admission slot", plan.admissions["slot"], 0, limits.slots),
         ("admission max_length", plan.admissions["max_length"], 1, limits.max_length + 1),
         ("row flag", plan.decode_flags, int(RowFlag.SAMPLE), RowFlag.SAMPLE + 1),
-        ("row flag", plan.prefill_flags, 0, RowFlag.SAMPLE + 1),
-        ("slot flag", plan.admissions["flags"], 0, SlotFlag.IGNORE_EOS + 1),
+        ("row flag", plan.prefill_flags, 0, (RowFlag.SAMPLE | RowFlag.SCORE) + 1),
+        ("bias slot", plan.bias_slots, 0, limits.slots),
+        ("bias index", plan.bias_indexes, 0, MAX_BIASES),
+        ("bias id", plan.bias_ids, 0, limits.vocab_size),
+        ("slot flag", plan.admissions["flags"], 0, 2 * SlotFlag.LOGPROBS),
+        ("admission prompt_length", plan.admissions["prompt_length"], 0, limits.max_length + 1),
         ("stop id", plan.admissions["stop_ids"], NO_STOP_ID, limits.vocab_size),
     ):
         _check_range(name, values, low, high)
@@ -283,10 +312,19 @@ def check(plan: Plan, limits: Limits) -> None:
     for name, slots in (("row", plan.row_slots), ("admission", plan.admissions["slot"])):
         if len(np.unique(slots)) != len(slots):
             raise PlanError(f"a slot stands in more than one {name}")
-    for name, least, most in (("temperature", 0.0, np.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
-        values = plan.admissions[name]
-        if not np.all((values >= least) & (values <= most) & np.isfinite(values)):
-            raise PlanError(f"admission {name} must be finite, from {least} to {most}")
+    admissions = plan.admissions
+    penalised = admissions[(admissions["flags"] & SlotFlag.PENALTIES) != 0]
+    for name, numbers, least, most in (
+        ("admission temperature", admissions["temperature"], 0.0, np.inf),
+        ("admission top_p", admissions["top_p"], 0.0, 1.0),
+        ("admission min_p", admissions["min_p"], 0.0, 1.0),
+        ("admission presence", penalised["presence"], -MAX_PENALTY, MAX_PENALTY),
+        ("admission frequency", penalised["frequency"], -MAX_PENALTY, MAX_PENALTY),
+        ("admission repetition", penalised["repetition"], 1 / MAX_REPETITION, MAX_REPETITION),
+        ("bias value", plan.bias_values.view(np.float32), -MAX_BIAS, MAX_BIAS),
+    ):
+        if not np.all((numbers >= np.float32(least)) & (numbers <= np.float32(most)) & np.isfinite(numbers)):
+            raise PlanError(f"{name} must be finite, from {least:g} to {most:g}")
 
 
 def _check_range(name: str, values: Int32s, low: int, high: int) -> None:

@@ -17,6 +17,7 @@ from shared.protocol.plan import (
     Plan,
     PlanError,
     PlanFlag,
+    SlotFlag,
     check,
     decode,
     encode,
@@ -72,7 +73,11 @@ def good_plan() -> Plan:
         grant_indexes=int32s([0, 7]),
         grant_pages=int32s([1, 19]),
         release_slots=int32s([6]),
-        admissions=admission(slot=3),
+        bias_slots=int32s([3, 3]),
+        bias_indexes=int32s([0, 299]),
+        bias_ids=int32s([0, 99]),
+        bias_values=np.array([-100, 0.5], dtype=np.float32).view(np.int32),
+        admissions=admission(slot=3, flags=SlotFlag.BIASES),
     )
 
 
@@ -167,7 +172,12 @@ BAD = {
     "grant page must be from 1 to 19, got 0": {"grant_pages": [0, 1]},
     "release slot must be": {"release_slots": [8]},
     "a slot stands in more than one row": {"prefill_slots": [3, 5]},
-    "row flag must be": {"prefill_flags": [1, 2]},
+    "row flag must be from 0 to 3, got 4": {"prefill_flags": [1, 4]},
+    "row flag must be from 1 to 1, got 3": {"decode_flags": [1, 3]},
+    "bias slot must be": {"bias_slots": [3, 8]},
+    "bias index must be from 0 to 299, got 300": {"bias_indexes": [0, 300]},
+    "bias id must be from 0 to 99, got 100": {"bias_ids": [0, 100]},
+    "bias value must be finite, from -100 to 100": {"bias_values": [0, 0x7FC00000]},
 }
 
 
@@ -186,7 +196,13 @@ def test_out_of_range_is_refused_and_named(message: str) -> None:
         {"slot": 8},
         {"max_length": 0},
         {"max_length": 33},
-        {"flags": 2},
+        {"flags": 16},
+        {"prompt_length": 33},
+        {"flags": SlotFlag.PENALTIES, "presence": np.nan, "repetition": 1.0},
+        {"flags": SlotFlag.PENALTIES, "presence": 2.5, "repetition": 1.0},
+        {"flags": SlotFlag.PENALTIES, "frequency": -2.5, "repetition": 1.0},
+        {"flags": SlotFlag.PENALTIES, "repetition": 0.0},
+        {"flags": SlotFlag.PENALTIES, "repetition": np.inf},
         {"stop_ids": 100},
         {"temperature": -1.0},
         {"temperature": np.nan},
