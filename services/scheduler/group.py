@@ -117,6 +117,7 @@ class Group:
             outstanding_plans=len(self._outstanding),
             lead_s=self.lead_us / 1e6,
             lead_target_s=self.lead.target_us / 1e6,
+            prefill_tokens_per_s=self._prefill_rate.per_second,
         )
 
     def wait_s(self, now: float) -> float:
@@ -128,7 +129,6 @@ class Group:
         rate = self._prefill_rate.per_second
         wait_s = tokens / rate if rate else 0.0
         if not self.slots.num_free and (rate := self._ended.per_second(now)):
-            prefill_tokens_per_s=self._prefill_rate.per_second,
             wait_s = max(wait_s, (len(self.waiting) + 1) / rate)
         return wait_s
 
@@ -161,6 +161,7 @@ class Group:
         if plan.prefill_tokens:
             self._prefill_rate.count(plan.prefill_tokens, step_us / 1e6)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
+        self.metrics.plan(plan.decode_rows, plan.prefill_tokens, len(result.ids))
         for later, ids in zip(range(len(result.ids) - 1, -1, -1), result.ids, strict=True):
             self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
             current = self.slots.epoch[plan.slots] == result.slot_epochs
@@ -172,7 +173,6 @@ class Group:
         self._advance(now)
 
     def retire(self, slot: int, end: End | None, *, release: bool) -> None:
-        self.metrics.plan(plan.decode_rows, plan.prefill_tokens, len(result.ids))
         """The one way out of a slot: no further rows or grants; finalised once its last plan has passed.
 
         end: of the request; None when it waits for another slot. release: the device must be told that the row is done.
@@ -466,6 +466,7 @@ class Group:
         plan.grant_slots = np.concatenate((plan.grant_slots, np.full(len(pages), slot, dtype=np.int32)))
         plan.grant_indexes = np.concatenate((plan.grant_indexes, np.arange(len(pages), dtype=np.int32)))
         plan.grant_pages = np.concatenate((plan.grant_pages, pages))
+        self.metrics.admitted(len(pages) * page_size, len(request.prompt_ids) if request.admitted_at is None else None)
         if request.admitted_at is None:
             request.admitted_at = now
             request.cached_tokens = min(len(pages) * page_size, len(request.prompt_ids))
@@ -478,4 +479,3 @@ class Group:
         request = self.slots.requests[slot]
         assert request is not None  # it was admitted just now
         return admission(slot, int(self.slots.epoch[slot]), request)
-        self.metrics.admitted(len(pages) * page_size, len(request.prompt_ids) if request.admitted_at is None else None)
