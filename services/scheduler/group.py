@@ -59,6 +59,7 @@ class Group:
         self.name = name
         self.limits = limits
         self.draining = False  # no new requests
+        self.paused = False  # no new plans
         self.slots = Slots(limits, highest_slot_epoch)
         self.memory = Memory(limits, self.slots, prefix_cache)
         self.tenants = Tenants()
@@ -83,6 +84,7 @@ class Group:
         self._retired: list[int] = []
         self._releases: list[int] = []  # retired slots whose done flag the device does not know to set
         self._updated: dict[Request, None] = {}  # to deliver
+        self._now = 0.0  # the time of what is handled
 
     @property
     def max_length(self) -> int:
@@ -93,6 +95,16 @@ class Group:
     def load(self) -> int:
         """Requests, for routing."""
         return len(self.waiting) + self.num_running
+
+    @property
+    def room(self) -> int:
+        """How many more requests could start at once, for all that is known of their size."""
+        return max(self.slots.num_free - len(self.waiting), 0)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether this one could start at once, and come on by a page."""
+        pages = self.memory.free * self.limits.page_size
+        return self.room > 0 and request.max_length <= self.max_length and request.length + self.limits.page_size <= pages
 
     @property
     def passed(self) -> int:
@@ -151,6 +163,7 @@ class Group:
         plan = self._outstanding.get(result.plan_id)
         if plan is None:
             raise ProtocolError(f"a result for plan {result.plan_id}, which is not outstanding")
+        self._now = now
         plan.check(result, self.limits.vocab_size)
         oldest = self.passed + 1 == result.plan_id
         self._queued_us -= plan.estimate_us
@@ -175,7 +188,8 @@ class Group:
     def retire(self, slot: int, end: End | None, *, release: bool) -> None:
         """The one way out of a slot: no further rows or grants; finalised once its last plan has passed.
 
-        end: of the request; None when it waits for another slot. release: the device must be told that the row is done.
+        end: of the request; None when it waits for another slot, elsewhere if it is leaving. release: the device must be told that the
+        row is done.
         """
         slots = self.slots
         request = slots.requests[slot]
@@ -191,9 +205,12 @@ class Group:
         self._retired.append(slot)
         self.num_running -= 1
         request.slot = None
-        if end is None:
+        if end is None and request.leaving:
+            self._updated[request] = None
+        elif end is None:
             self.metrics.preempted()
             request.preemptions += 1
+            request.timeline.add(self._now, "preempted", self.name, len(request.output))
             self.waiting.push(request)
         else:
             self._conclude(request, end)
@@ -210,6 +227,17 @@ class Group:
         if self.slots.last_plan[slot] <= self.passed:
             self.retire(slot, None, release=False)
 
+    def move(self, request: Request, now: float) -> None:
+        """Gives up a running request: it is delivered without an end and without a slot once what is on its way for it has come."""
+        request.leaving = True
+        if request.slot is not None and request.slot not in self._leaving:
+            self.preempt(request.slot)
+        self._advance(now)
+
+    def running(self) -> list[Request]:
+        """The requests that have a slot."""
+        return [request for request in self.slots.requests if request is not None]
+
     def _stop_rows(self, slot: int) -> None:
         self.memory.end_promise(slot)
         self._prefilling.pop(slot, None)
@@ -217,10 +245,17 @@ class Group:
 
     def evacuate(self) -> list[Request]:
         """Takes every request from a group that is lost: running ones first, then those that wait. The group is of no use afterwards."""
-        running = [request for request in self.slots.requests if request is not None]
-        for request in running:
+        left = [request for request in self._updated if request.leaving and request.slot is None and request.end is None]  # untold
+        begun = self.running() + left
+        for request in begun:
             request.slot = None
-        return running + self.waiting.drain()
+            request.moves += 1
+            request.lost_groups += not self.draining
+        return begun + self.waiting.drain()
+
+    def ended(self) -> list[Request]:
+        """Requests that had ended when the group was lost, and that nobody was told of."""
+        return [request for request in self._updated if request.end is not None]
 
     def _finalise_passed(self) -> None:
         passed, slots = self.passed, self.slots
@@ -243,17 +278,22 @@ class Group:
 
     def _advance(self, now: float) -> None:
         """Sends what the lead rule allows, then delivers: the device comes first."""
+        self._now = now
+        if not self.paused:
+            self._send_plans(now)
+        if self._updated:
+            updated = list(self._updated)
+            self._updated.clear()
+            self._ended.count(sum(request.end is not None for request in updated), now)
+            self._deliver(updated, now)
+
+    def _send_plans(self, now: float) -> None:
         while self.lead.may_jump(len(self._outstanding), self._jumping_us) and (plan := self._next_plan(now, jump=True)) is not None:
             self._send(plan)
         self._measure_lead()
         while self.lead.may_send(len(self._outstanding), self.lead_us) and (plan := self._next_plan(now)) is not None:
             self._send(plan)
             self._measure_lead()
-        if self._updated:
-            updated = list(self._updated)
-            self._updated.clear()
-            self._ended.count(sum(request.end is not None for request in updated), now)
-            self._deliver(updated, now)
 
     def _measure_lead(self) -> None:
         oldest = self._outstanding.get(self.passed + 1)
@@ -299,9 +339,9 @@ class Group:
         self.slots.last_token_at[rows] = now
         self.metrics.tokens(gaps_s)
         for slot in rows[np.isnan(gaps_s)].tolist():
-            request = self.slots.requests[slot]
-            assert request is not None  # it is running
+            request = self._request(slot)
             assert request.admitted_at is not None  # likewise
+            request.timeline.add(now, "first_token", self.name, len(request.output) + 1)
             if not request.output:  # it was not resumed
                 self.metrics.first_token(len(request.prompt_ids), request.admitted_at - request.arrived_at, now - request.admitted_at)
             if request.first_token_at is None:
@@ -362,6 +402,7 @@ class Group:
         if chunks:
             self.tenants.charge(slots.tenant[plan.prefill_slots], plan.prefill_lengths)
         for chunk in chunks:
+            self._request(chunk.slot).timeline.add(now, "chunk", self.name, chunk.length, chunk.start)
             self.memory.cache.write(chunk.slot, slots.page_table[chunk.slot], chunk.start + chunk.length, plan.plan_id)
             self._admissions.on_written(chunk.slot)
         self._outstanding[plan.plan_id] = Outstanding(
@@ -432,9 +473,12 @@ class Group:
         return slots.may_decode()
 
     def _rank(self, slot: int) -> Rank:
+        return rank(self._request(slot))
+
+    def _request(self, slot: int) -> Request:
         request = self.slots.requests[slot]
         assert request is not None  # it is running
-        return rank(request)
+        return request
 
     def _add_prefill(self, plan: Plan, chunks: list[batching.Chunk]) -> None:
         pieces = []
@@ -467,6 +511,7 @@ class Group:
         plan.grant_indexes = np.concatenate((plan.grant_indexes, np.arange(len(pages), dtype=np.int32)))
         plan.grant_pages = np.concatenate((plan.grant_pages, pages))
         self.metrics.admitted(len(pages) * page_size, len(request.prompt_ids) if request.admitted_at is None else None)
+        request.timeline.add(now, "admitted", self.name, len(ids), len(pages) * page_size)
         if request.admitted_at is None:
             request.admitted_at = now
             request.cached_tokens = min(len(pages) * page_size, len(request.prompt_ids))

@@ -135,6 +135,13 @@ class SchedulerMetrics:
             registry=registry,
         )
         self._rejected = {reason: rejected.labels(model_name, word) for reason, word in REJECTED_REASONS.items()}
+        moved = Counter(
+            "lockstep_scheduler_requests_moved",
+            "Times that a request which had begun at a group had to go on at another.",
+            ["model_name", "cause"],
+            registry=registry,
+        )
+        self._moved = {planned: moved.labels(model_name, "drained" if planned else "lost") for planned in (True, False)}
         self.no_engine = self.engine(NO_ENGINE)
         if vllm_names:
             Twins("lockstep_", "vllm:", (self._gauges, *self._series.collectors), TWINS, registry)
@@ -150,6 +157,10 @@ class SchedulerMetrics:
     def rejected(self, reason: RejectReason) -> None:
         """A request was not accepted."""
         self._rejected[reason].inc()
+
+    def moved(self, requests: int, *, planned: bool) -> None:
+        """So many have lost their group, or have left one that drains."""
+        self._moved[planned].inc(requests)
 
 
 class EngineMetrics:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.scheduler.timeline import Timeline
 from shared.protocol.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, RejectReason
 from shared.protocol.plan import Int32s
 
@@ -64,6 +65,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""  # prefixes are shared among requests of the same one
+    traceparent: str = ""  # W3C trace context of who asked
     deadline: float | None = None  # on the clock of `now`, seconds
     end: End | None = None
     slot: int | None = None  # while running
@@ -74,11 +76,21 @@ class Request:
     accepted_tokens: int | None = None  # of `output`, when its gateway has ended it
     preemptions: int = 0
     skips: int = 0  # how often others were admitted before it that came later
+    moves: int = 0  # to another group, after it had begun at one
+    lost_groups: int = 0  # that were lost while they computed it
+    leaving: bool = False  # its group gives it up once what is on its way for it has come
+    held_until: float | None = None  # while no group can take it
+    timeline: Timeline = field(default_factory=Timeline)
     resumed_at: int = field(init=False)  # tokens that the client had when this attempt was submitted
     sent: int = field(init=False)  # tokens of `output` that the gateway has been sent, or had
 
     def __post_init__(self) -> None:
         self.resumed_at = self.sent = len(self.output)
+
+    @property
+    def interrupted(self) -> bool:
+        """It was taken and had to change its scheduler or its group: it goes before others, and is not refused for load."""
+        return self.attempt > 1 or bool(self.resumed_at or self.moves)
 
     @property
     def prefill_ids(self) -> Int32s:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 from services.scheduler import routing
 from services.scheduler.group import Deliver, Group
+from services.scheduler.history import History
 from services.scheduler.meter import Meter
 from services.scheduler.metrics import EngineState, RequestTimes, SchedulerMetrics
 from services.scheduler.model import Model
@@ -16,6 +17,7 @@ from shared.protocol.generation_pb2 import (
     FINISH_REASON_CANCELLED,
     FINISH_REASON_ERROR,
     FINISH_REASON_STOP,
+    FINISH_REASON_UNAVAILABLE,
     REJECT_REASON_DEADLINE,
     REJECT_REASON_OVERLOADED,
     REJECT_REASON_TOO_LONG,
@@ -29,11 +31,13 @@ logger = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 10_000
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+MAX_LOST_GROUPS = 3  # of a request: one that takes along every group that computes it must end
 
 CANCELLED = Finished(FINISH_REASON_CANCELLED)
 STOPPED = Finished(FINISH_REASON_STOP, "a stop string")
 SUPERSEDED = Finished(FINISH_REASON_CANCELLED, "a newer attempt took over")
-LOST = Finished(FINISH_REASON_ERROR, "the worker group was lost")
+LOST = Finished(FINISH_REASON_UNAVAILABLE, "the worker was lost, and none took over in time")
+LOST_TOO_OFTEN = Finished(FINISH_REASON_UNAVAILABLE, f"the worker was lost, and {MAX_LOST_GROUPS} before it that had the request")
 OUT_OF_TIME = Finished(FINISH_REASON_ERROR, "the deadline passed")
 TOO_LATE = Rejected(REJECT_REASON_DEADLINE, "the deadline passed before the request could start")
 TOO_LONG = Rejected(REJECT_REASON_TOO_LONG, "prompt and completion exceed the KV cache of every worker group")
@@ -41,8 +45,8 @@ UNAVAILABLE = Rejected(REJECT_REASON_UNAVAILABLE, "no worker group is ready")
 
 
 class Scheduler:
-    """While no group is ready, requests are held for at most `group_wait_s`; but not before the first group was ready, since until
-    then nothing is known of the model."""
+    """While no group can take them, requests are held for at most `group_wait_s`; but not before the first group was ready, since until
+    then nothing is known of the model. A request goes on in another group with the output it has: see docs/recovery.md."""
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class Scheduler:
         deliver: Deliver,
         metrics: SchedulerMetrics,
         now: float,
+        history: History | None = None,
     ) -> None:
         self.model: Model | None = None
         self.groups: list[Group] = []
@@ -59,10 +64,11 @@ class Scheduler:
         self._group_wait_s = group_wait_s
         self._deliver = deliver
         self._metrics = metrics
+        self._history = history or History()
         self._requests: dict[Key, Request] = {}  # that have not ended
         self._group_of: dict[Request, Group] = {}
-        self._held = WaitingQueue()  # until a group is ready
-        self._held_until: dict[Request, float] = {}
+        self._held = WaitingQueue()  # until a group can take them
+        self._paused = False
         self._deadlines: list[tuple[float, Key, int]] = []  # a heap of (deadline, request, attempt)
         self._tombstones: OrderedDict[Key, int] = OrderedDict()  # highest attempt cancelled of requests that are unknown
         self._ended = Meter(now)
@@ -71,6 +77,10 @@ class Scheduler:
     @property
     def num_requests(self) -> int:
         return len(self._requests)
+
+    def requests_page(self, now: float) -> dict[str, object]:
+        """The requests that are here and the last that were, for people; callable from any thread."""
+        return self._history.page(self._requests.copy().values(), now)
 
     # From gateways
 
@@ -103,7 +113,7 @@ class Scheduler:
             self._log_end(request, None, now)
             self._deliver([request], now)
             return None
-        rejected = (None if request.resumed_at else self._overload(request, now)) or self._place(request, now)
+        rejected = (None if request.interrupted else self._overload(request, now)) or self._place(request, now)
         if rejected is None and request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.key, request.attempt))
         return rejected
@@ -131,44 +141,65 @@ class Scheduler:
 
     def add_group(self, group: Group, now: float) -> None:
         """A group is ready."""
+        group.paused = self._paused
         self.groups.append(group)
         self._share()
         group.metrics.watch(group.state)
-        held = self._held.drain()
-        self._held_until.clear()
-        self._place_anew(held, now)
+        self._place_anew(self._held.drain(), now)
 
     def drain_group(self, group: Group, now: float) -> None:
-        """A group is about to stop: it gets nothing new, and what waits there goes elsewhere."""
+        """A group is about to stop: it gets nothing new, what waits there goes elsewhere, and what runs does as there is room for it."""
         group.draining = True
-        self._place_anew(group.waiting.drain(), now)
+        self._place_anew(group.waiting.drain(), now, hold=True)
+        self._move_running(group, now)
 
     def remove_group(self, group: Group, now: float) -> None:
-        """A group is lost, and so are its requests."""
+        """A group is lost: its requests go on elsewhere, or wait for its return."""
         self.groups.remove(group)
         self._share()
         group.metrics.unwatch(group.state)
+        self.deliver(group.ended(), now)
+        self._metrics.moved(group.num_running, planned=group.draining)
         requests = group.evacuate()
-        for request in requests:  # to recover them: place each anew, with the output it has
-            request.end = LOST
-        self.deliver(requests, now)
+        too_often = [request for request in requests if request.lost_groups > MAX_LOST_GROUPS]
+        for request in too_often:
+            request.end = LOST_TOO_OFTEN
+        self.deliver(too_often, now)
+        self._place_anew([request for request in requests if request.end is None], now, hold=True)
+
+    def pause(self) -> None:
+        """No group gets any more plans. What is on its way still comes: `settled` tells when all has."""
+        self._paused = True
+        for group in self.groups:
+            group.paused = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether no plan is on its way."""
+        return not any(group.num_outstanding for group in self.groups)
 
     def _share(self) -> None:
         for group in self.groups:
             group.lead.share(len(self.groups))
 
     def deliver(self, updated: list[Request], now: float) -> None:
-        """What groups call: forgets the requests that have ended and passes all on."""
+        """What groups call: forgets the requests that have ended and passes all on. Those that have left a group are placed anew."""
+        left = [request for request in updated if request.leaving and request.slot is None and request.end is None]
         for request in updated:
             if request.end is not None:
                 del self._requests[request.key]
                 self._log_end(request, self._group_of.pop(request, None), now)
                 self._ended.count(1, now)
         self._deliver(updated, now)
+        for request in left:
+            request.moves += 1
+        self._metrics.moved(len(left), planned=True)
+        self._place_anew(left, now, hold=True)
 
     def _log_end(self, request: Request, group: Group | None, now: float) -> None:
         """Counts it, too: once for each request, whatever the number of its attempts."""
         end = request.end
+        self._history.ended(request, group.name if group is not None else "", now)
         times = RequestTimes(request.arrived_at, request.admitted_at, request.first_token_at, now)
         if isinstance(end, Rejected):
             self._metrics.rejected(end.reason)
@@ -195,43 +226,59 @@ class Scheduler:
 
     def tick(self, now: float) -> None:
         """Ends what has waited too long; to be called a few times a second."""
-        for request, until in list(self._held_until.items()):
-            if until > now:
-                break  # they were held in this order
-            self._end(request, UNAVAILABLE if not request.resumed_at else LOST, now)
+        for request in [request for request in self._held if request.held_until is not None and request.held_until <= now]:
+            self._end(request, LOST if request.interrupted or request.output else UNAVAILABLE, now)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, key, attempt = heapq.heappop(self._deadlines)
             due = self._requests.get(key)
             if due is not None and due.attempt == attempt:
                 started = due.slot is not None or due.output
                 self._end(due, OUT_OF_TIME if started else TOO_LATE, now)
+        for group in self.groups:
+            if group.draining:
+                self._move_running(group, now)
 
-    def _place(self, request: Request, now: float) -> Rejected | None:
+    def _place(self, request: Request, now: float, *, hold: bool = False) -> Rejected | None:
+        """hold: it waits for a group that it fits, even if others are there; interrupted requests do in any case."""
         groups = [group for group in self.groups if not group.draining]
         group = routing.choose(groups, request)
-        if group is None and groups:
+        if group is None and groups and not (hold or request.interrupted):
             return TOO_LONG
         self._requests[request.key] = request
+        request.leaving = False
         if group is None:
             self._group_of.pop(request, None)
             self._held.push(request)
-            self._held_until[request] = now + self._group_wait_s
+            request.timeline.add(now, "held", tokens=len(request.output))
+            if request.held_until is None:
+                request.held_until = now + self._group_wait_s
         else:
+            request.held_until = None
             self._group_of[request] = group
+            request.timeline.add(now, "queued", group.name, len(request.output))
             group.submit(request, now)
         return None
 
     def _end(self, request: Request, end: End, now: float) -> None:
-        if self._held_until.pop(request, None) is None:
+        if request.held_until is None:
             self._group_of[request].end(request, end, now)
         else:
             self._held.remove(request)
             request.end = end
             self.deliver([request], now)
 
-    def _place_anew(self, requests: list[Request], now: float) -> None:
+    def _move_running(self, group: Group, now: float) -> None:
+        """Lets go of what runs there as far as other groups have room for it at once; the rest goes on where it is."""
+        others = [other for other in self.groups if not other.draining]
+        room = sum(other.room for other in others) - sum(each.leaving for draining in self.groups for each in draining.running())
+        for request in group.running():
+            if room > 0 and not request.leaving and any(other.has_room(request) for other in others):
+                group.move(request, now)
+                room -= 1
+
+    def _place_anew(self, requests: list[Request], now: float, *, hold: bool = False) -> None:
         for request in requests:
-            rejected = self._place(request, now)
+            rejected = self._place(request, now, hold=hold)
             if rejected is not None:
                 request.end = rejected
                 self.deliver([request], now)

@@ -14,6 +14,7 @@ MAX_TEMPERATURE = 100.0
 MAX_TOP_K = 2**31 - 1
 MAX_PRIORITY = 1_000
 MAX_TEXT = 256  # characters of an id or a name
+MAX_AGE_MS = 86_400_000  # what is older keeps its rank no better
 
 
 class Refused(LockstepError):
@@ -61,8 +62,9 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
         priority=submit.priority,
         tenant=submit.tenant,
         cache_salt=submit.cache_salt,
+        traceparent=submit.traceparent,
         deadline=now + submit.deadline_ms / 1e3 if submit.HasField("deadline_ms") else None,
-        arrived_at=now,
+        arrived_at=now - min(submit.age_ms, MAX_AGE_MS) / 1e3,
     )
 
 

@@ -1,6 +1,7 @@
 """The requests of a group, or of none yet, that wait for a slot."""
 
 import heapq
+from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
@@ -14,14 +15,14 @@ _Entry = tuple[int, Rank, int, Request]  # (length or 0, rank, tie-breaker, requ
 
 
 class _Class(NamedTuple):
-    """What goes before what, whoever asks. Resumed requests come first, since their clients are in the middle of a stream."""
+    """What goes before what, whoever asks. Interrupted requests come first: most of their clients are in the middle of a stream."""
 
     fresh: bool
     inverse_priority: int
 
 
 class WaitingQueue:
-    """Resumed requests first, then by priority; within these, the tenant that has had the least; of it, first come first served.
+    """Interrupted requests first, then by priority; within these, the tenant that has had the least; of it, first come first served.
 
     A request may be set aside, since it waits for something: it is not offered until it is put back.
     """
@@ -37,6 +38,10 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._present)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no order. Nothing may come or go meanwhile."""
+        return iter(self._present.values())
 
     def push(self, request: Request) -> None:
         self._present[request.key] = request
@@ -108,7 +113,7 @@ def rank(request: Request) -> Rank:
 
 
 def _class_of(request: Request) -> _Class:
-    return _Class(not request.resumed_at, -request.priority)
+    return _Class(not request.interrupted, -request.priority)
 
 
 class _Line:

@@ -82,8 +82,8 @@ class ScriptedWorker(ExecutionServicer):
         tasks = [asyncio.create_task(self._read(incoming, plans, outbox)), asyncio.create_task(self._compute(plans, outbox, identity))]
         try:
             async for message in outbox:
-                if self.silent:
-                    await asyncio.Event().wait()
+                while self.silent:
+                    await asyncio.sleep(0.01)
                 yield message
         finally:
             for task in tasks:

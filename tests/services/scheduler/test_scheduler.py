@@ -11,6 +11,8 @@ from services.scheduler.requests import End, Finished, Key, Rejected, Request
 from services.scheduler.scheduler import (
     CANCELLED,
     LOST,
+    LOST_TOO_OFTEN,
+    MAX_LOST_GROUPS,
     MAX_TOMBSTONES,
     OUT_OF_TIME,
     SUPERSEDED,
@@ -38,6 +40,8 @@ class Harness:
         self.scheduler = Scheduler(deliver=self.deliver, metrics=METRICS, now=0.0, **limits)
         self.scheduler.model = MODEL
         self.plans: dict[Group, list[Plan]] = {}
+        self.devices: dict[Group, Device] = {}
+        self.outputs: dict[int, list[int]] = {}  # by request
         self.groups = [self.add_group() for _ in range(groups)]
 
     def add_group(self, limits: Limits = LIMITS) -> Group:
@@ -49,6 +53,7 @@ class Harness:
 
     def deliver(self, updated: list[Request], now: float) -> None:
         for request in updated:
+            self.outputs[request.key.request] = list(request.output)
             if request.end is not None:
                 name = (request.key.request, request.attempt)
                 assert name not in self.ends, "ended twice"
@@ -64,10 +69,17 @@ class Harness:
         self.now = now
         self.scheduler.tick(now)
 
+    def lose(self, group: Group) -> None:
+        self.scheduler.remove_group(group, self.now)
+
     def compute(self, group: Group, results: int) -> None:
-        device = Device(group.limits, model=lambda ids, vocab_size: 7)
+        device = self.devices.setdefault(group, Device(group.limits, model=lambda ids, vocab_size: 7))
         for _ in range(results):
             group.on_result(device.run(self.plans[group].pop(0)), self.now)
+
+    def finish(self, group: Group) -> None:
+        while self.plans[group]:
+            self.compute(group, 1)
 
 
 def test_the_group_with_fewest_requests_is_chosen() -> None:
@@ -163,13 +175,155 @@ def test_a_held_request_that_fits_no_group_after_all_is_rejected() -> None:
     assert harness.ends == {(1, 1): TOO_LONG}
 
 
-def test_a_lost_group_ends_its_requests() -> None:
+def test_requests_of_a_lost_group_go_on_in_another_with_what_they_have() -> None:
     harness = Harness(groups=2)
     for number in range(4):
-        harness.submit(number)
-    harness.scheduler.remove_group(harness.groups[0], 0.0)
-    assert list(harness.ends.values()) == [LOST] * 2
-    assert harness.groups[1].load == 2
+        harness.submit(number, max_tokens=9)
+    one, other = harness.groups
+    harness.compute(one, 2)
+    assert harness.outputs[0]
+    harness.lose(one)
+    assert not harness.ends
+    assert other.load == 4
+    harness.finish(other)
+    assert harness.ends == {(number, 1): Finished(pb.FINISH_REASON_LENGTH) for number in range(4)}
+    assert harness.outputs[0] == [7] * 9
+    assert harness.scheduler.num_requests == 0
+
+
+def test_who_had_begun_at_a_lost_group_goes_before_those_who_wait_and_keeps_its_rank() -> None:
+    harness = Harness(groups=2)
+    for number in range(8):
+        harness.now = float(number)
+        harness.submit(number, max_tokens=3)
+    one, other = harness.groups
+    begun = [request.key.request for request in one.running()]
+    harness.lose(one)
+    order: list[int] = []
+    while other.load:
+        order += [request.key.request for request in other.running() if request.key.request not in order]
+        harness.compute(other, 1)
+    running, *rest = order
+    assert rest == begun + sorted(set(range(8)) - {running, *begun})
+
+
+def test_requests_wait_for_the_return_of_the_only_group() -> None:
+    harness = Harness()
+    harness.submit(1, max_tokens=9)
+    harness.submit(2, max_tokens=9)
+    harness.compute(harness.groups[0], 2)
+    harness.lose(harness.groups[0])
+    harness.tick(9.9)
+    assert not harness.ends
+    harness.finish(harness.add_group())
+    assert harness.ends == {(number, 1): Finished(pb.FINISH_REASON_LENGTH) for number in (1, 2)}
+    assert harness.outputs == {1: [7] * 9, 2: [7] * 9}
+
+
+def test_who_waits_too_long_for_a_lost_group_gets_an_error_that_is_worth_a_retry() -> None:
+    harness = Harness()
+    harness.submit(1)
+    harness.submit(2)
+    harness.compute(harness.groups[0], 1)
+    harness.lose(harness.groups[0])
+    harness.tick(10.1)
+    assert harness.ends == {(1, 1): LOST, (2, 1): UNAVAILABLE}
+    assert harness.scheduler.num_requests == 0
+
+
+def test_a_smaller_group_does_not_end_who_waits_for_the_return_of_a_larger() -> None:
+    harness = Harness()
+    for number in (1, 2):
+        harness.submit(number, max_tokens=50)
+    harness.lose(harness.groups[0])
+    harness.now = 6.0
+    small = harness.add_group(replace(LIMITS, pages=4))
+    assert not small.load
+    assert harness.ends == {(2, 1): TOO_LONG}  # it had not begun
+    harness.tick(10.1)  # since the loss, not since the smaller one came
+    assert harness.ends[1, 1] == LOST
+
+
+def test_a_request_that_takes_along_every_group_ends() -> None:
+    harness = Harness()
+    harness.submit(1)
+    for _ in range(MAX_LOST_GROUPS):
+        harness.lose(harness.scheduler.groups[0])
+        assert not harness.ends
+        harness.add_group()
+    harness.submit(2)  # waits behind it
+    harness.lose(harness.scheduler.groups[0])
+    assert harness.ends == {(1, 1): LOST_TOO_OFTEN}
+    harness.finish(harness.add_group())
+    assert harness.ends[2, 1] == Finished(pb.FINISH_REASON_LENGTH)
+
+
+def test_drained_groups_do_not_count_as_lost() -> None:
+    harness = Harness()
+    harness.submit(1)
+    for _ in range(2 * MAX_LOST_GROUPS):
+        group = harness.scheduler.groups[0]
+        harness.scheduler.drain_group(group, harness.now)
+        harness.lose(group)
+        harness.add_group()
+    assert not harness.ends
+
+
+def test_an_end_that_nobody_was_told_of_is_not_lost_with_the_group() -> None:
+    harness = Harness()
+    harness.submit(1, max_tokens=1)
+    group = harness.groups[0]
+    (request,) = group.running()
+    assert request.slot is not None
+    group.retire(request.slot, Finished(pb.FINISH_REASON_LENGTH), release=False)  # and then something broke
+    harness.lose(group)
+    assert harness.ends == {(1, 1): Finished(pb.FINISH_REASON_LENGTH)}
+
+
+def test_running_requests_of_a_draining_group_move_where_there_is_room() -> None:
+    harness = Harness(groups=0)
+    draining = harness.add_group(replace(LIMITS, slots=3))
+    for number in range(3):
+        harness.submit(number, max_tokens=40)
+    harness.compute(draining, 3)
+    assert draining.num_running == 3
+    free = harness.add_group(replace(LIMITS, slots=2))
+    harness.scheduler.drain_group(draining, harness.now)
+    harness.finish(draining)  # what was on its way counts; the one for which there is no room ends in place
+    assert free.load == 2
+    assert len(harness.ends) == 1
+    harness.finish(free)
+    assert set(harness.ends.values()) == {Finished(pb.FINISH_REASON_LENGTH)}
+    assert harness.outputs == {number: [7] * 40 for number in range(3)}
+
+
+def test_room_that_comes_later_is_used_by_a_draining_group() -> None:
+    harness = Harness()
+    harness.submit(1, max_tokens=30)
+    draining = harness.groups[0]
+    harness.scheduler.drain_group(draining, harness.now)
+    harness.compute(draining, 2)
+    other = harness.add_group()
+    harness.tick(1.0)
+    harness.finish(draining)
+    assert (draining.load, other.load) == (0, 1)
+    harness.finish(other)
+    assert harness.outputs[1] == [7] * 30
+
+
+def test_a_paused_scheduler_sends_no_plans_and_takes_what_comes() -> None:
+    harness = Harness()
+    harness.submit(1, max_tokens=9)
+    group = harness.groups[0]
+    harness.scheduler.pause()
+    harness.submit(2)
+    sent = len(harness.plans[group])
+    assert sent
+    assert not harness.scheduler.settled
+    harness.finish(group)
+    assert harness.scheduler.settled
+    assert len(harness.outputs[1]) == sent
+    assert not harness.ends
 
 
 def test_a_draining_group_hands_on_what_waits() -> None:

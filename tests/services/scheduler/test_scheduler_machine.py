@@ -150,10 +150,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             while running.plans:
                 running.step(self.now)
             assert running.group.memory.free == LIMITS.pages - 1
+        self.now += 0.001
+        while any(running.plans for running in self.running):
+            for running in self.running:
+                while running.plans:
+                    running.step(self.now)
         self.scheduler.tick(self.now + GROUP_WAIT_S)
         assert not self.prompts
         assert not self.scheduler._group_of
-        assert not self.scheduler._held_until
+        assert not len(self.scheduler._held)
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
