@@ -7,7 +7,6 @@ heads. A row that is cut in several shares is put together by the program that f
 depends on shapes alone, the shares on the lengths that the device holds, so the launch can be captured in a CUDA graph.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import multiprocessors, pdl_options
+from kernels.launch import MAX_COUNTERS, counters, multiprocessors, pdl_options
 
 
 def decode_attention(
@@ -97,15 +96,6 @@ def choose_splits(rows: int, kv_heads: int, positions: int, device: torch.device
     return max(min(4 * multiprocessors(device) // max(rows * kv_heads, 1), positions // 128, MAX_SPLITS), 1)
 
 
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Finished shares of each (row, KV head); every launch leaves them at zero."""
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
-
-
-MAX_COUNTERS = 2**16  # rows times KV heads of a call that splits: far more than fill any device
-
-
 def decode_attention_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -129,7 +119,7 @@ def decode_attention_triton(
         raise ValueError(f"splits must be 1 for {rows} rows of {kv_heads} KV heads, got {splits}")
     partial = q.new_empty(rows * kv_heads * splits * group * (head_size + 2) if splits > 1 else 0, dtype=torch.float32)
     _kernel[(kv_heads, rows, splits)](
-        q, k_cache, v_cache, page_table, slots, lengths, out, partial, _counters(q.device),
+        q, k_cache, v_cache, page_table, slots, lengths, out, partial, counters(q.device),
         scale * math.log2(math.e), *q.stride()[:2], max_pages, window or 0,
         kv_heads, group, head_size, page_size, window is not None, splits,
         max(triton.next_power_of_2(group), 16), triton.next_power_of_2(head_size), block, stages,

@@ -7,8 +7,12 @@ visible. Every kernel here waits before its first access to memory that a kernel
 import functools
 
 import torch
+from torch import Tensor
 
 HOPPER = (9, 0)
+MAX_COUNTERS = 2**16  # far more programs than any device runs at a time
+
+_pdl_allowed = True
 
 
 @functools.cache
@@ -23,7 +27,22 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def allow_pdl(allowed: bool) -> None:
+    """Whether later launches of this process use PDL where the device has it, as they do until told otherwise."""
+    global _pdl_allowed
+    _pdl_allowed = allowed
+
+
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of a launch: the kernel's own PDL flag and the launcher's. Hopper and later have it."""
-    supported = capability(device) >= HOPPER
-    return {"PDL": supported, "launch_pdl": supported}
+    used = _pdl_allowed and capability(device) >= HOPPER
+    return {"PDL": used, "launch_pdl": used}
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """`[MAX_COUNTERS]` int32: how many programs of a group have finished. Zero between launches: the last of a group resets its own.
+
+    Kernels of one stream share them; launches on different streams of a device must not overlap.
+    """
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)

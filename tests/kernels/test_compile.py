@@ -16,7 +16,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels import decode_attention, embedding, launch, moe, prefill_attention, rms_norm, rope, sampling, silu_and_mul
+from kernels import (
+    advance,
+    decode_attention,
+    early_end,
+    embedding,
+    launch,
+    moe,
+    plan_unpack,
+    prefill_attention,
+    rms_norm,
+    rope,
+    sampling,
+    silu_and_mul,
+)
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels do not compile")
@@ -24,7 +37,14 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels d
 STACK_LIMIT = 40  # bytes of a thread: a few addresses kept across a loop; loops that spill take hundreds
 SPILLING_STACK_LIMIT = 512  # where the fastest of the measured configurations spills: see kernels/prefill_attention.py
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a block
-DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+DTYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BFLOAT16 = torch.bfloat16
 
@@ -109,6 +129,14 @@ def mixture(tokens: int) -> None:
     moe.moe_triton(zeros(tokens, 512), gate_up, down, weights, experts)
 
 
+def state() -> None:
+    flags, slots = torch.zeros(9, dtype=torch.bool), int32(9)
+    plan_unpack.plan_unpack_triton(int32(9, 64), slots, slots, flags, slots, int32(100), int32(100), int32(100), int32(500), 16)
+    stop_ids, eos_ids = int32(9, 16), int32(3)
+    advance.advance_triton(slots, slots, flags, slots, flags, stop_ids, eos_ids, slots, slots, slots, flags)
+    early_end.forbid_early_end_triton(zeros(9, 32, dtype=torch.float32), slots, flags, stop_ids, eos_ids, slots, slots)
+
+
 def samplers() -> None:
     logits, number = zeros(4, 151936, dtype=torch.float32), zeros(4, dtype=torch.float32)
     sampling.greedy_triton(logits)
@@ -121,6 +149,7 @@ def samplers() -> None:
     [
         (norms, ()),
         (pointwise, ()),
+        (state, ()),
         (rotations, ()),
         (attention, (64, 14, 2)),
         (attention, (128, 40, 8)),
