@@ -1,18 +1,21 @@
-"""The admin port of a service: /livez, /readyz and /metrics, on threads that a starving event loop can neither fake nor block.
+"""The admin port of a service: probes, metrics, pages for people, on threads that a starving event loop can neither fake nor block.
 
 /livez     200 while the service gets ahead: its event loop ticks, and what it waits for is not overdue. Busy is not dead.
 /readyz    200 while it can take work, else 503 with the reason.
 /metrics   Prometheus' text format, or OpenMetrics for those who accept it.
+/debug/... what a service has to tell beside them, as JSON.
 """
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -35,6 +38,8 @@ OPENMETRICS = "application/openmetrics-text"
 # alone. All our names are valid without escaping, so it is never needed.
 OPENMETRICS_AS_IT_IS = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
 
+Page = Callable[[], object]  # what JSON can hold; called from threads of the admin server
+NO_PAGES: Mapping[str, Page] = MappingProxyType({})
 Probe = Callable[[], str | None]  # None when all is well, else what is not; called from threads of the admin server
 
 
@@ -66,13 +71,15 @@ class Heartbeat:
 class AdminServer:
     """Listens from the start, answers from `start` on."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, live: Sequence[Probe], ready: Probe) -> None:
-        """`live`: all must be well. Raises LockstepError when the port cannot be had; 0 lets the kernel pick."""
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, live: Sequence[Probe], ready: Probe, pages: Mapping[str, Page] = NO_PAGES
+    ) -> None:
+        """`live`: all must be well. `pages`: by path. Raises LockstepError when the port cannot be had; 0 lets the kernel pick."""
         try:
             self._server = _Server(host, port)
         except OSError as error:
             raise LockstepError(f"admin_port: cannot listen on {host}:{port}: {error}") from error
-        self._server.set_app(_application(registry, live, ready))
+        self._server.set_app(_application(registry, live, ready, pages))
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(STOP_POLL_S,), name="admin", daemon=True)
 
@@ -87,13 +94,16 @@ class AdminServer:
 
 
 @contextlib.asynccontextmanager
-async def admin(settings: Settings, registry: CollectorRegistry, ready: Probe, progress: Probe | None = None) -> AsyncIterator[int]:
+async def admin(
+    settings: Settings, registry: CollectorRegistry, ready: Probe, progress: Probe | None = None, pages: Mapping[str, Page] = NO_PAGES
+) -> AsyncIterator[int]:
     """Answers on `admin_port` while the block runs, and yields the port.
 
-    progress: what else than the event loop must get ahead. Raises LockstepError when the port cannot be had.
+    progress: what else than the event loop must get ahead. pages: by path. Raises LockstepError when the port cannot be had.
     """
     heartbeat = Heartbeat(registry)
-    server = AdminServer(settings.host, settings.admin_port, registry, (heartbeat, progress) if progress else (heartbeat,), ready)
+    live = (heartbeat, progress) if progress else (heartbeat,)
+    server = AdminServer(settings.host, settings.admin_port, registry, live, ready, pages)
     beating = asyncio.create_task(heartbeat.beat())
     server.start()
     try:
@@ -103,7 +113,9 @@ async def admin(settings: Settings, registry: CollectorRegistry, ready: Probe, p
         await asyncio.to_thread(server.stop)
 
 
-def _application(registry: CollectorRegistry, live: Sequence[Probe], ready: Probe) -> Callable[..., Iterable[bytes]]:
+def _application(
+    registry: CollectorRegistry, live: Sequence[Probe], ready: Probe, pages: Mapping[str, Page]
+) -> Callable[..., Iterable[bytes]]:
     """The WSGI application."""
     metrics = make_wsgi_app(registry)
 
@@ -119,8 +131,10 @@ def _application(registry: CollectorRegistry, live: Sequence[Probe], ready: Prob
                 return probe(live, start_response)
             case "/readyz":
                 return probe((ready,), start_response)
+            case path if path in pages:
+                return text("200 OK", json.dumps(pages[path](), indent=1) + "\n", start_response, "application/json")
             case _:
-                return text("404 Not Found", "/livez, /readyz or /metrics\n", start_response)
+                return text("404 Not Found", ", ".join(("/livez", "/readyz", "/metrics", *pages)) + "\n", start_response)
 
     def probe(probes: Sequence[Probe], start_response: Callable[..., object]) -> Iterable[bytes]:
         reasons = [reason for reason in (each() for each in probes) if reason is not None]
@@ -128,8 +142,8 @@ def _application(registry: CollectorRegistry, live: Sequence[Probe], ready: Prob
             return text("503 Service Unavailable", "; ".join(reasons) + "\n", start_response)
         return text("200 OK", "ok\n", start_response)
 
-    def text(status: str, body: str, start_response: Callable[..., object]) -> Iterable[bytes]:
-        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")])
+    def text(status: str, body: str, start_response: Callable[..., object], kind: str = "text/plain; charset=utf-8") -> Iterable[bytes]:
+        start_response(status, [("Content-Type", kind), ("Cache-Control", "no-store")])
         return [body.encode()]
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:

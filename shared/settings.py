@@ -11,6 +11,13 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from shared.errors import ConfigError
 
+TraceEndpoint = Annotated[
+    str | None,
+    Field(
+        pattern=r"^https?://\S+$", description="Collector to send spans to by OTLP over HTTP, such as http://collector:4318; off without."
+    ),
+]
+TraceRatio = Annotated[float, Field(ge=0, le=1, description="Share of the traces that begin here which are recorded.")]
 AdminPort = Annotated[int, Field(ge=0, le=65535, description="Port of /livez, /readyz and /metrics; 0 lets the kernel pick.")]
 
 

@@ -8,6 +8,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.scheduler.connection import Worker
+from services.scheduler.debug import groups_page
+from services.scheduler.history import History
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.server import GenerationService
@@ -18,6 +20,7 @@ from shared.process import write_ports
 from shared.protocol.generation_pb2_grpc import add_GenerationServicer_to_server
 from shared.rpc import SERVER_OPTIONS, start_server
 from shared.service import run
+from shared.tracing import tracing
 
 logger = logging.getLogger("services.scheduler")
 
@@ -27,10 +30,15 @@ STOP_S = 1.0  # for what is on its way to gateways
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set. Raises LockstepError when a port is taken."""
+    async with tracing("lockstep-scheduler", settings.trace_endpoint, settings.trace_ratio) as tracer:
+        await _serve(settings, stop, History(tracer, settings.log_requests))
+
+
+async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: History) -> None:
     leadership = Leadership()
     registry = new_registry("scheduler")
     metrics = SchedulerMetrics(settings.served_model_name, settings.vllm_names, registry)
-    generation = GenerationService(settings, leadership, metrics)
+    generation = GenerationService(settings, leadership, metrics, history)
     scheduler = generation.scheduler
     healthy = health.aio.HealthServicer()
     changed = asyncio.Event()  # a group has come or gone
@@ -73,7 +81,11 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         )
         for target in settings.worker
     ]
-    async with admin(settings, registry, readiness) as admin_port:
+    pages = {
+        "/debug/requests": lambda: scheduler.requests_page(time.monotonic()),
+        "/debug/groups": lambda: groups_page(scheduler.groups),
+    }
+    async with admin(settings, registry, readiness, pages=pages) as admin_port:
         try:
             port = await start_server(server, settings.host, settings.port)
             if settings.ports_file is not None:

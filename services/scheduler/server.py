@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from services.scheduler.history import History
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.requests import Key, Request
@@ -32,10 +33,16 @@ NOT_READY = "no worker group has been ready yet"
 class GenerationService(GenerationServicer):
     """Sessions in front of one `Scheduler`, which it makes."""
 
-    def __init__(self, settings: SchedulerSettings, leadership: Leadership, metrics: SchedulerMetrics) -> None:
+    def __init__(self, settings: SchedulerSettings, leadership: Leadership, metrics: SchedulerMetrics, history: History) -> None:
         self.leadership = leadership
         self.scheduler = Scheduler(
-            settings.max_waiting_requests, settings.max_waiting_tokens, settings.group_wait_s, self._deliver, metrics, time.monotonic()
+            settings.max_waiting_requests,
+            settings.max_waiting_tokens,
+            settings.group_wait_s,
+            self._deliver,
+            metrics,
+            time.monotonic(),
+            history,
         )
         self._sessions: dict[int, GatewaySession] = {}
         self._numbers = count(1)

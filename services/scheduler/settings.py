@@ -6,7 +6,7 @@ from pydantic import Field, StringConstraints, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.scheduler.policy import PolicyName
-from shared.settings import AdminPort, Settings
+from shared.settings import AdminPort, Settings, TraceEndpoint, TraceRatio
 
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
 
@@ -23,6 +23,9 @@ class SchedulerSettings(Settings):
     )
     served_model_name: str = Field("default", min_length=1, max_length=256, description="Label model_name of the metrics.")
     vllm_names: bool = Field(True, description="Export the engine's series under vLLM's names too.")
+    log_requests: bool = Field(False, description="Log what each request went through when it ends; else only at log level debug.")
+    trace_endpoint: TraceEndpoint = None
+    trace_ratio: TraceRatio = 1.0
     max_step_tokens: int = Field(
         512, ge=1, le=32768, description="Most tokens of one step, decodes and prefill together; a group may allow less."
     )
