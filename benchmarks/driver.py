@@ -64,7 +64,7 @@ class Driver:
         """Tokens `[iterations][rows]`."""
         words = np.frombuffer(bytearray(encode(plan)), dtype=np.int32)
         step = self.engine.begin(decode(words.data.cast("B")), words)
-        return [step.run().tolist() for _ in range(iterations)]
+        return [step.launch().ids().tolist() for _ in range(iterations)]
 
     def plan(self, **sections: object) -> Plan:
         """The next one."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from services.scheduler.group import Group
 from services.scheduler.steps import StepResult
+from services.worker.engine.interface import LAUNCH_AHEAD
 from services.worker.engine.simulated import SimulatedDevice, SimulatedStep
 from services.worker.order import LaunchOrder
-from services.worker.supervisor import LAUNCH_AHEAD
 from shared.protocol.plan import Int32s, Plan, PlanFlag
 
 

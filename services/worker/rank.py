@@ -8,21 +8,23 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, fields
+from collections import deque
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from services.worker.distributed.board import Mark, Place
-from services.worker.engine.interface import Engine, Progress, RankSpec, Step
+from services.worker.engine.interface import LAUNCH_AHEAD, Engine, Flight, Progress, RankSpec, Step
 from services.worker.messages import Done, Failed, Loading, Message, Ready, ResetDone, encode
 from services.worker.ring import Kind, RingReader
 from shared import logging as logs
 from shared.errors import ConfigError, LockstepError, PeerLost
-from shared.process import die_with_parent
+from shared.process import die_with_parent, precise_sleeps
 from shared.protocol.plan import Int32s, decode
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.1
+LOOK_EVERY_S = 10e-6  # for results and plans, while something is launched
 
 
 def spec_to_json(spec: RankSpec) -> str:
@@ -65,37 +67,71 @@ class Reporter:
             self.send(Loading(phase, part))
 
 
-def execute(engine: Engine, reader: RingReader, reporter: Reporter, mark: Mark, answers: bool) -> None:
-    """Executes the ring strictly in order until STOP. Only the rank that `answers` sends results; all answer a reset."""
-    mark.move(Place.IDLE)
-    plans: dict[int, tuple[Int32s, Step | None, int]] = {}  # words, the step once begun, iterations left
-    last_end_us = 0
-    while True:
-        entry = reader.read()
-        if entry.kind == Kind.STOP:
-            return
-        if entry.kind == Kind.RESET:
-            plans.clear()
-            engine.reset()
-            reporter.send(ResetDone(entry.plan))
-            continue
-        if entry.kind == Kind.PLAN:
-            plans[entry.plan] = (entry.payload, None, 0)
-            continue
-        mark.move(Place.COMPUTING)
-        start_us = time.monotonic_ns() // 1000
-        words, step, left = plans.pop(entry.plan)
+@dataclass
+class _Flying:
+    plan: int
+    launched_us: int
+    flight: Flight
+
+
+class Loop:
+    """Executes the ring strictly in order until STOP. Only the rank that `answers` sends results; all answer a reset.
+
+    One thread looks at both ends, the ring and what the device has finished: what is launched ahead hides how often it looks.
+    """
+
+    def __init__(self, engine: Engine, reader: RingReader, reporter: Reporter, mark: Mark, answers: bool) -> None:
+        self._engine, self._reader, self._reporter, self._mark, self._answers = engine, reader, reporter, mark, answers
+        self._plans: dict[int, tuple[Int32s, Step | None, int]] = {}  # words, the step once begun, iterations left
+        self._flying: deque[_Flying] = deque()
+        self._last_end_us = 0
+
+    def run(self) -> None:
+        self._mark.move(Place.IDLE)
+        while True:
+            while self._flying and self._flying[0].flight.landed():
+                self._land()
+            if self._flying and self._reader.empty():
+                time.sleep(LOOK_EVERY_S)
+                continue
+            entry = self._reader.read()
+            if entry.kind == Kind.RUN:
+                self._launch(entry.plan)
+            elif entry.kind == Kind.PLAN:
+                self._plans[entry.plan] = (entry.payload, None, 0)
+            else:
+                while self._flying:
+                    self._land()
+                if entry.kind == Kind.STOP:
+                    return
+                self._plans.clear()
+                self._engine.reset()
+                self._reporter.send(ResetDone(entry.plan))
+
+    def _launch(self, number: int) -> None:
+        while len(self._flying) >= LAUNCH_AHEAD:  # a rank that is behind the one whose results set the pace
+            self._land()
+        self._mark.move(Place.COMPUTING)
+        launched_us = time.monotonic_ns() // 1000
+        words, step, left = self._plans.pop(number)
         if step is None:
             plan = decode(words.data.cast("B"))
-            step, left = engine.begin(plan, words), plan.iterations
-        ids = step.run()
-        mark.move(Place.IDLE)
+            step, left = self._engine.begin(plan, words), plan.iterations
+        self._flying.append(_Flying(number, launched_us, step.launch()))
         if left > 1:
-            plans[entry.plan] = (words, step, left - 1)
-        end_us = time.monotonic_ns() // 1000
-        if answers:
-            reporter.send(Done(entry.plan, start_us, end_us, start_us - last_end_us if last_end_us else 0, ids))
-        last_end_us = end_us
+            self._plans[number] = (words, step, left - 1)
+
+    def _land(self) -> None:
+        """The oldest; waits for it."""
+        flying = self._flying.popleft()
+        ids = flying.flight.ids()
+        end_us, last_end_us = time.monotonic_ns() // 1000, self._last_end_us or flying.launched_us
+        start_us = max(flying.launched_us, last_end_us)  # the device takes one after the other
+        if self._answers:
+            self._reporter.send(Done(flying.plan, start_us, end_us, start_us - last_end_us, ids))
+        self._last_end_us = end_us
+        if not self._flying:
+            self._mark.move(Place.IDLE)
 
 
 def main() -> None:
@@ -111,7 +147,8 @@ def main() -> None:
         engine = build(spec, reporter.progress)
         reporter.send(Ready(engine.facts, engine.memory))
         reader = RingReader(spec.ring_fd, spec.bell_fd, spec.rank, spec.ranks)
-        execute(engine, reader, reporter, Mark(spec.board_fd, spec.rank), answers=spec.rank == 0)
+        precise_sleeps()
+        Loop(engine, reader, reporter, Mark(spec.board_fd, spec.rank), answers=spec.rank == 0).run()
     except LockstepError as error:
         logger.debug("rank %d ends", spec.rank, exc_info=True)
         reporter.send(Failed(str(error), isinstance(error, ConfigError), isinstance(error, PeerLost)))

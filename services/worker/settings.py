@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from services.worker.distributed.rendezvous import CommunicatorKind, from_leader_worker_set
+from services.worker.engine.interface import DeviceKind
 from services.worker.faults import Fault
 from services.worker.weights.folder import LoadFormat
 from shared.settings import AdminPort, Settings
@@ -31,7 +32,15 @@ class WorkerSettings(Settings):
     node_index: int = Field(0, ge=0, description="Which of the nodes this is, 0 the leader; default: LWS_WORKER_INDEX.")
     leader_address: str | None = Field(None, min_length=1, description="Where several nodes meet; default: LWS_LEADER_ADDRESS.")
     leader_port: int = Field(29500, ge=1, le=65535, description="Port of the leader at which the ranks of several nodes meet.")
-    communicator: CommunicatorKind = Field("auto", description="How ranks add up: torch (gloo, on GPUs NCCL) or pynccl; auto: torch.")
+    device: DeviceKind = Field("auto", description="auto: the GPU when there is one.")
+    ranks_per_gpu: int = Field(1, ge=1, le=64, description="More than one share each GPU, adding up through main memory: for tests.")
+    memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="Of a GPU's memory, that its ranks use; the KV cache has what is left of it."
+    )
+    cuda_graphs: bool = Field(True, description="On a GPU: steps are replayed as CUDA graphs; false: launched kernel by kernel.")
+    communicator: CommunicatorKind = Field(
+        "auto", description="How ranks add up: torch (gloo, on GPUs NCCL), pynccl or gloo; auto: torch, or gloo where ranks share a GPU."
+    )
     sampling_gather: Literal["full", "candidates"] = Field(
         "full", description="What ranks exchange to sample: all logits, or each its best candidates; the same tokens."
     )
@@ -45,7 +54,9 @@ class WorkerSettings(Settings):
     max_model_len: int | None = Field(None, ge=1, description="Tokens of prompt and completion together; default: what the model allows.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens of one page of the KV cache.")
     num_pages: int | None = Field(None, ge=2, description="Pages of the KV cache; default: what kv_cache_memory_bytes holds.")
-    kv_cache_memory_bytes: int = Field(1 << 30, ge=1, description="Memory of each rank's KV cache.")
+    kv_cache_memory_bytes: int | None = Field(
+        None, ge=1, description="Memory of each rank's KV cache; default: 1 GiB on a CPU, what memory_fraction leaves on a GPU."
+    )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Requests that the group computes at a time.")
     max_step_tokens: int = Field(2048, ge=1, le=65536, description="Most tokens of one step, decodes and prefill together.")
     step_deadline_s: float = Field(60.0, gt=0, description="A step may take this long, or 10 times its estimate if that is more.")

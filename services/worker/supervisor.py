@@ -23,7 +23,7 @@ import numpy as np
 
 from services.worker.distributed.board import Board
 from services.worker.distributed.rendezvous import Rendezvous
-from services.worker.engine.interface import Facts, RankSpec
+from services.worker.engine.interface import LAUNCH_AHEAD, Facts, RankSpec
 from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Message, Ready, ResetDone, decode, socket_pair
 from services.worker.metrics import GroupMetrics
 from services.worker.order import LaunchOrder
@@ -35,7 +35,6 @@ from shared.protocol.plan import Int32s, Limits, Plan, PlanFlag, check
 
 logger = logging.getLogger(__name__)
 
-LAUNCH_AHEAD = 2  # iterations; more would delay jumps and cancels
 # Of ranks, where the user has not set it otherwise. Threads that wait by spinning take the CPU from the threads that they wait for,
 # when there are more processes than CPUs: a token of the demo model then took 675 ms instead of 160 (2 shared cores, 2 threads).
 RANK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -145,6 +144,11 @@ class Supervisor:
                 bell_fd=bell,
                 socket_fd=theirs.fileno(),
                 board_fd=board.descriptor,
+                device=settings.device,
+                ranks_per_gpu=settings.ranks_per_gpu,
+                memory_fraction=settings.memory_fraction,
+                max_step_tokens=settings.max_step_tokens,
+                cuda_graphs=settings.cuda_graphs,
                 communicator=settings.communicator,
                 start_timeout_s=settings.start_deadline_s,
                 step_timeout_s=DEADLINE_FACTOR * settings.step_deadline_s,

@@ -1,6 +1,6 @@
 """Where each rank of a group is, in shared memory: the supervisor reads it when the group stalls, to name who is behind.
 
-    64 bytes a rank, a cache line: moves so far, place, rows gathered (int64 all)
+    64 bytes a rank, a cache line: moves so far, place, rows gathered, iterations replayed (int64 all)
 
 All ranks of a group go through the same places in the same order, so whoever has moved least is who the others wait for.
 """
@@ -57,6 +57,10 @@ class Mark:
         """Rows whose logits were gathered whole, though candidates were asked for."""
         self._line[2] += rows
 
+    def count_replayed(self) -> None:
+        """An iteration that ran as a CUDA graph."""
+        self._line[3] += 1
+
 
 class Board:
     """All lines, for the supervisor, who makes it."""
@@ -71,6 +75,11 @@ class Board:
     def gathered_rows(self) -> int:
         """As rank 0 has counted them, which all count alike."""
         return self._lines[2]
+
+    @property
+    def replayed_iterations(self) -> int:
+        """Of rank 0."""
+        return self._lines[3]
 
     def stalled(self, pids: Sequence[int]) -> str:
         """Which ranks the others wait for, and where all of them are; pids by rank."""

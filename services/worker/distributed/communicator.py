@@ -11,7 +11,7 @@ from torch import Tensor
 from services.worker.distributed.board import Mark, Place
 from services.worker.distributed.pynccl import NcclCommunicator
 from services.worker.distributed.rendezvous import CommunicatorKind
-from services.worker.distributed.torch_group import ControlGroup, TorchCommunicator
+from services.worker.distributed.torch_group import ControlGroup, HostCommunicator, TorchCommunicator
 from shared.errors import ConfigError, PeerLost
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ class Communicator(Protocol):
     """The collectives of one tensor-parallel group. Every rank calls them in the same order.
 
     On a GPU the first three are queued on the current stream like a kernel, and never wait for it: they may be captured in a
-    CUDA graph. `minimum` waits, for the start only.
+    CUDA graph; but for gloo's, which go through main memory. `minimum` waits, for the start only.
     """
 
     rank: int
@@ -133,7 +133,13 @@ def communicator(
     control = ControlGroup(rank, size, rendezvous, start_timeout_s)
     mark.move(Place.COMPUTING)
     try:
-        inner: Communicator = NcclCommunicator(control, device) if kind == "pynccl" else TorchCommunicator(control, device, step_timeout_s)
+        inner: Communicator
+        if kind == "pynccl":
+            inner = NcclCommunicator(control, device)
+        elif kind == "gloo" and device.type == "cuda":
+            inner = HostCommunicator(control, step_timeout_s)
+        else:
+            inner = TorchCommunicator(control, device, step_timeout_s)
     except RuntimeError as error:
         raise _failed("the start of the communicator", error) from error
     return WatchedCommunicator(inner, mark)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-CommunicatorKind = Literal["auto", "torch", "pynccl"]
+CommunicatorKind = Literal["auto", "torch", "pynccl", "gloo"]
 
 # LeaderWorkerSet sets these in every container of a group -> our settings, which go before them.
 LEADER_WORKER_SET = {"LWS_GROUP_SIZE": "nodes", "LWS_WORKER_INDEX": "node_index", "LWS_LEADER_ADDRESS": "leader_address"}

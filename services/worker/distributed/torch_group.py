@@ -62,3 +62,26 @@ class TorchCommunicator:
 
     def minimum(self, value: int) -> int:
         return self._control.minimum(value)
+
+
+class HostCommunicator:
+    """Ranks that share a GPU, which NCCL refuses: through main memory, by gloo. Every call waits for the device."""
+
+    def __init__(self, control: ControlGroup, timeout_s: float) -> None:
+        """timeout_s: as of TorchCommunicator."""
+        self.rank, self.size = control.rank, control.size
+        self._host = TorchCommunicator(control, torch.device("cpu"), timeout_s)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Added up in float32, as NCCL adds up what is shorter."""
+        host = x.cpu()
+        return x.copy_(self._host.all_reduce(host.float() if host.is_floating_point() else host))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._host.all_gather(x.cpu()).to(x.device)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return x.copy_(self._host.broadcast(x.cpu(), source))
+
+    def minimum(self, value: int) -> int:
+        return self._host.minimum(value)

@@ -1,4 +1,7 @@
-"""The engine that computes: a model, its KV cache and its slots on one rank's device."""
+"""The engine that computes: a model, its KV cache and its slots on one rank's device.
+
+B rows, T tokens.
+"""
 
 import logging
 from collections.abc import Callable
@@ -10,10 +13,15 @@ from kernels.plan_unpack import plan_unpack
 from services.worker.distributed.board import Mark
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.batch import Batch
-from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
+from services.worker.engine.devices import HOST_KV_CACHE_BYTES, communicator_of, device_of, dtype_of
+from services.worker.engine.features import VARIANTS, Feature, SlotFeatures
+from services.worker.engine.graphs import DecodeGraphs
+from services.worker.engine.interface import Facts, Flight, Landed, Memory, Progress, RankSpec
 from services.worker.engine.sampling import CandidateSampler, FullSampler, Sampler
+from services.worker.engine.sections import Sections, decode_sections, row_sections, samples, sections_of
 from services.worker.engine.slots import Slots
-from services.worker.kvcache import CacheShape, allocate
+from services.worker.engine.staging import PlanStaging, ResultRing
+from services.worker.kvcache import CacheShape, LayerCache, allocate
 from services.worker.layers.backends import backends
 from services.worker.layers.linear import head_share
 from services.worker.models.decoder import Decoder
@@ -22,11 +30,11 @@ from services.worker.weights.folder import ModelFolder
 from services.worker.weights.loader import load
 from services.worker.weights.random_weights import randomise
 from shared.errors import ConfigError
-from shared.protocol.plan import ADMISSION_SIZE, HEADER_SIZE, SECTIONS, Int32s, Plan, RowFlag
+from shared.protocol.plan import Int32s, Plan
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GRAPH_MEMORY_BYTES = 1 << 30  # kept free of the KV cache: captured graphs, and what libraries allocate when first used
 
 
 class TorchEngine:
@@ -37,20 +45,12 @@ class TorchEngine:
         # More threads would cut elementwise operations at places that depend on the batch, and the ends of a cut are rounded otherwise.
         torch.set_num_threads(1 if spec.deterministic else spec.threads)
         torch.set_grad_enabled(False)
-        device = torch.device("cpu")
-        mark = Mark(spec.board_fd, spec.rank)
+        self.device = device = device_of(spec)
+        self.mark = mark = Mark(spec.board_fd, spec.rank)
         if group is None:
             progress("meeting the other ranks", 0.0)
-            group = communicator(
-                spec.rank,
-                spec.ranks,
-                spec.rendezvous,
-                device,
-                spec.communicator,
-                spec.start_timeout_s,
-                spec.step_timeout_s,
-                mark,
-            )
+            kind = communicator_of(spec, device)
+            group = communicator(spec.rank, spec.ranks, spec.rendezvous, device, kind, spec.start_timeout_s, spec.step_timeout_s, mark)
 
         folder = ModelFolder(spec.model, spec.load_format)
         cls, config, remarks = describe(folder.config, folder.tensors.keys())
@@ -60,75 +60,61 @@ class TorchEngine:
         max_length = spec.max_model_len or config.max_length
         if max_length > config.max_length:
             raise ConfigError(f"max_model_len: {max_length} is more than the model's {config.max_length} positions")
-        dtype = DTYPES[spec.dtype]
-        self.model = _built(lambda: cls(config, backends(group, device, spec.deterministic), max_length), dtype)
+        dtype = dtype_of(spec, device)
+        self.model = _built(lambda: cls(config, backends(group, device, spec.deterministic), max_length), dtype, device)
         shards = self.model.shards(folder.tensors.keys())
         if spec.load_format == "random":
             randomise(folder.config, shards, progress)
         else:
             load(folder, shards, progress, self.model.ignores)
 
-        progress("allocating the KV cache", 0.0)
-        shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
-        pages_per_slot = -(-max_length // spec.page_size)
-        fitting = min(spec.kv_cache_memory_bytes // shape.page_bytes, spec.slots * pages_per_slot + 1)
-        pages = group.minimum(spec.num_pages or fitting)
-        if pages < 2:
-            raise ConfigError(f"kv_cache_memory_bytes: {spec.kv_cache_memory_bytes} hold no two pages of {shape.page_bytes} bytes")
-        self.caches = allocate(shape, pages, device)
-        self.page_size = spec.page_size
-        eos_ids = torch.tensor(folder.eos_ids, dtype=torch.int32, device=device)
         head = self.model.head
         self.sampler: Sampler = CandidateSampler(head, mark) if spec.sampling_gather == "candidates" else FullSampler(head)
-        self.slots = Slots(spec.slots, pages_per_slot, eos_ids)
+        self.page_size = spec.page_size
+        pages_per_slot = -(-max_length // spec.page_size)
+        self.slots = Slots(spec.slots, pages_per_slot, torch.tensor(folder.eos_ids, dtype=torch.int32, device=device))
+        self.features = SlotFeatures(spec.slots)
+        self.max_step_tokens, self.max_length = spec.max_step_tokens, max_length
+        self.caches: list[LayerCache] = []
+        shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
+        budget = spec.kv_cache_memory_bytes or HOST_KV_CACHE_BYTES
+        if device.type == "cuda" and spec.num_pages is None and spec.kv_cache_memory_bytes is None:
+            budget = self._memory_left(shape, spec, progress)
+        pages = group.minimum(spec.num_pages or min(budget // shape.page_bytes, spec.slots * pages_per_slot + 1))
+        if pages < 2:
+            raise ConfigError(f"kv_cache_memory_bytes: {budget} hold no two pages of {shape.page_bytes} bytes")
+        progress("allocating the KV cache", 0.0)
+        self.caches = allocate(shape, pages, device)
+
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         self.memory = Memory(weights, kv_cache=pages * shape.page_bytes)
         self.facts = Facts(pages, max_length, config.vocab_size, folder.eos_ids)
+        self.staging: PlanStaging | None = None
+        self.graphs: DecodeGraphs | None = None
+        if device.type == "cuda":
+            self.staging = PlanStaging(spec.slots, self.slots.padding, device)
+            self.results = ResultRing(spec.slots)
+            self._warm_up(spec, self.staging, progress)
 
     def reset(self) -> None:
         self.slots.reset()
 
     def begin(self, plan: Plan, words: Int32s) -> "TorchStep":
-        device_words = torch.from_numpy(words).to(self.slots.done.device)  # the plan's one copy to the device
-        sections: dict[str, Tensor] = {}
-        at = HEADER_SIZE
-        for name, _ in SECTIONS:
-            sections[name] = device_words[at : at + len(getattr(plan, name))]
-            at += len(sections[name])
+        step = TorchStep(self, plan, words)
+        step.load()
+        sections = step.sections
         if len(plan.release_slots):
             self.slots.release(sections["release_slots"])
         if len(plan.admissions):
-            self.slots.admit(device_words[at:].view(-1, ADMISSION_SIZE))
+            self.features.admit(plan.admissions)
+            self.slots.admit(sections["admissions"])
         if len(plan.grant_slots):
             self.slots.grant(sections["grant_slots"], sections["grant_indexes"], sections["grant_pages"])
-        return TorchStep(self, plan, sections)
+        return step
 
-
-class TorchStep:
-    def __init__(self, engine: TorchEngine, plan: Plan, sections: dict[str, Tensor]) -> None:
-        self.engine, self.plan, self.sections = engine, plan, sections
-
-    def run(self) -> Int32s:
-        if not self.plan.rows:
-            return self.plan.row_slots  # nothing to compute: slots were released
-        return self.choose(*self.forward())
-
-    def forward(self) -> tuple[Batch, Tensor]:
-        """This iteration's batch and its logits float32, as the sampler wants them, before anything is forbidden or sampled."""
-        batch = self._batch()
-        return batch, self.engine.sampler.logits(self.engine.model(batch, self.engine.caches))
-
-    def choose(self, batch: Batch, logits: Tensor) -> Int32s:
-        """Samples from logits, which it may change, and advances the slots -> ids `[B]`."""
-        state, sampler, slots = self.engine.slots, self.engine.sampler, batch.slots.long()
-        flags = torch.cat((self.sections["decode_flags"], self.sections["prefill_flags"]))
-        state.forbid_early_end(logits, slots, batch.lengths, sampler.first)
-        tokens = sampler.choose(logits, state.sampling(slots, batch.lengths))
-        ids: Int32s = state.advance(slots, batch.lengths, tokens, (flags & RowFlag.SAMPLE) != 0).numpy()
-        return ids
-
-    def _batch(self) -> Batch:
-        sections, state = self.sections, self.engine.slots
+    def batch(self, sections: Sections, max_query: int) -> Batch:
+        """What a step computes, from the rows of its plan and the slots' state."""
+        state = self.slots
         ids, positions, locations, lengths, query_starts = plan_unpack(
             state.page_table,
             state.length,
@@ -139,28 +125,127 @@ class TorchStep:
             sections["prefill_starts"],
             sections["prefill_lengths"],
             sections["prefill_ids"],
-            self.engine.page_size,
+            self.page_size,
         )
         decode_rows = len(sections["decode_slots"])
+        last_of_chunks = decode_rows + query_starts[1:].long() - 1
         return Batch(
             ids=ids,
             positions=positions,
             locations=locations,
-            last_tokens=torch.cat((torch.arange(decode_rows), decode_rows + query_starts[1:].long() - 1)),
+            last_tokens=torch.cat((torch.arange(decode_rows, device=self.device), last_of_chunks)),
             slots=torch.cat((sections["decode_slots"], sections["prefill_slots"])),
             lengths=lengths,
             query_starts=query_starts,
             page_table=state.page_table,
             decode_rows=decode_rows,
-            max_query=int(self.plan.prefill_lengths.max(initial=0)),
+            max_query=max_query,
         )
 
+    def logits(self, batch: Batch) -> Tensor:
+        """float32, as the sampler wants them, before anything is forbidden or sampled."""
+        return self.sampler.logits(self.model(batch, self.caches))
 
-def _built(build: Callable[[], Decoder], dtype: torch.dtype) -> Decoder:
-    """The model with parameters of `dtype`, not yet loaded."""
+    def choose(self, batch: Batch, logits: Tensor, sampled: Tensor, features: Feature) -> Tensor:
+        """Samples from logits, which it may change, and advances the slots -> ids `[B]` int32.
+
+        sampled `[B]` bool: the rows that yield a token.
+        """
+        state, sampler, slots = self.slots, self.sampler, batch.slots.long()
+        if Feature.LEAST_LENGTH in features:
+            state.forbid_early_end(logits, slots, batch.lengths, sampler.first)
+        tokens = sampler.choose(logits, state.sampling(slots, batch.lengths) if Feature.SAMPLING in features else None)
+        return state.advance(slots, batch.lengths, tokens, sampled)
+
+    def decode(self, slots: Tensor, features: Feature) -> Tensor:
+        """A whole decode step of `slots` `[B]` int32 -> ids `[B]` int32; from the device's state alone, so that it can be captured."""
+        sections = decode_sections(slots)
+        batch = self.batch(sections, 0)
+        return self.choose(batch, self.logits(batch), samples(sections), features)
+
+    def _warm_up(self, spec: RankSpec, staging: PlanStaging, progress: Progress) -> None:
+        """Compiles what the first steps would have to wait for, and captures the decode steps. Rows of nobody, who write to the
+        scratch page."""
+        tokens = [1 << power for power in range(self.max_step_tokens.bit_length())]
+        sizes = sorted({*tokens, self.max_step_tokens} - {0})
+        for number, size in enumerate(sizes):
+            progress("warming up", number / len(sizes))
+            self._prefill_nobody(size)
+        if spec.cuda_graphs:
+            if not self.sampler.captured:
+                raise ConfigError("sampling_gather: candidates cannot be captured in a CUDA graph: set --cuda-graphs false, or full")
+            self.graphs = DecodeGraphs(spec.slots, self.decode, VARIANTS, staging, progress)
+        torch.cuda.synchronize()
+
+    def _prefill_nobody(self, tokens: int) -> None:
+        """A prefill step of so many tokens, in rows as few as they can be."""
+        lengths = [self.max_length] * (tokens // self.max_length) + [tokens % self.max_length] * (tokens % self.max_length > 0)
+        chunks = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        slots, ids = torch.full_like(chunks, self.slots.padding), torch.zeros(tokens, dtype=torch.int32, device=self.device)
+        sections = row_sections(slots[:0], slots, torch.zeros_like(chunks), chunks, ids)
+        for features in VARIANTS:
+            batch = self.batch(sections, max(lengths))
+            self.choose(batch, self.logits(batch), samples(sections), features)
+
+    def _memory_left(self, shape: CacheShape, spec: RankSpec, progress: Progress) -> int:
+        """Bytes for the KV cache: the rank's part of the GPU less what is in use and what the largest step needs, which is tried."""
+        progress("measuring memory", 0.0)
+        self.caches = allocate(shape, 1, self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._prefill_nobody(self.max_step_tokens)
+        self.decode(torch.full((spec.slots,), self.slots.padding, dtype=torch.int32, device=self.device), VARIANTS[-1])
+        torch.cuda.synchronize()
+        step = torch.cuda.max_memory_allocated() - before
+        self.caches.clear()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        # Twice the step: once for steps that are launched, once for those that are captured, whose memory is their own.
+        budget = int(total * spec.memory_fraction) - (total - free) - 2 * step - GRAPH_MEMORY_BYTES
+        return max(budget, 0) // min(spec.ranks, spec.ranks_per_gpu)
+
+
+class TorchStep:
+    def __init__(self, engine: TorchEngine, plan: Plan, words: Int32s) -> None:
+        self.engine, self.plan, self.words = engine, plan, words
+        staging = engine.staging
+        self.sections = sections_of(plan, torch.from_numpy(words) if staging is None else staging.words)
+
+    def load(self) -> None:
+        """Brings the plan to the device, where another may have taken its place since."""
+        staging = self.engine.staging
+        if staging is not None and staging.loaded is not self.words:
+            staging.load(self.words, self.plan.decode_slots)
+
+    def launch(self) -> Flight:
+        engine, plan = self.engine, self.plan
+        if not plan.rows:
+            return Landed(plan.row_slots)  # nothing to compute: slots were released
+        self.load()
+        features = engine.features.of(plan.row_slots)
+        if engine.graphs is not None and not len(plan.prefill_slots):
+            engine.mark.count_replayed()
+            return engine.results.send(engine.graphs.replay(plan.rows, features))
+        ids = self.choose(*self.forward())
+        return Landed(ids.numpy()) if engine.staging is None else engine.results.send(ids)
+
+    def forward(self) -> tuple[Batch, Tensor]:
+        """This iteration's batch and its logits."""
+        batch = self.engine.batch(self.sections, int(self.plan.prefill_lengths.max(initial=0)))
+        return batch, self.engine.logits(batch)
+
+    def choose(self, batch: Batch, logits: Tensor) -> Tensor:
+        """The engine's, with the plan's flags and what its rows ask for."""
+        return self.engine.choose(batch, logits, samples(self.sections), self.engine.features.of(self.plan.row_slots))
+
+
+def _built(build: Callable[[], Decoder], dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The model with parameters of `dtype` on `device`, not yet loaded."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return build().eval()
+        with device:
+            return build().eval()
     finally:
         torch.set_default_dtype(before)

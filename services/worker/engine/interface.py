@@ -1,4 +1,8 @@
-"""What the rank loop asks of an engine, whichever it is. No torch here: some engines do without."""
+"""What the rank loop asks of an engine, whichever it is. No torch here: some engines do without.
+
+An engine launches an iteration without waiting for it: the rank launches the next one meanwhile, and looks for results in the
+order of the launches. An engine that computes in the launch itself has its result at once.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +14,7 @@ from services.worker.weights.folder import LoadFormat
 from shared.protocol.plan import Int32s, Plan
 
 Progress = Callable[[str, float], None]  # (phase, share of it that is done)
+DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class RankSpec:
     max_model_len: int | None
     page_size: int
     num_pages: int | None
-    kv_cache_memory_bytes: int
+    kv_cache_memory_bytes: int | None
     slots: int
     threads: int
     rendezvous: str
@@ -34,6 +39,11 @@ class RankSpec:
     bell_fd: int
     socket_fd: int
     board_fd: int | None = None
+    device: DeviceKind = "auto"
+    ranks_per_gpu: int = 1
+    memory_fraction: float = 0.9  # of the GPU's, that all its ranks use together
+    max_step_tokens: int = 2048
+    cuda_graphs: bool = True
     communicator: CommunicatorKind = "auto"
     start_timeout_s: float = 1800.0  # of the ranks' meeting
     step_timeout_s: float = 600.0  # of a collective
@@ -61,11 +71,38 @@ class Memory:
     kv_cache: int
 
 
+class Flight(Protocol):
+    """An iteration that was launched."""
+
+    def landed(self) -> bool:
+        """Whether its result is there. Raises what went wrong on the device."""
+
+    def ids(self) -> Int32s:
+        """`[rows]`: decode rows, then prefill rows; see NO_TOKEN and FAILED_ROW. Waits until it has landed; asked once, in the order
+        of the launches."""
+
+
+@dataclass(frozen=True)
+class Landed:
+    """The flight of an engine that computes in the launch itself."""
+
+    result: Int32s
+
+    def landed(self) -> bool:
+        return True
+
+    def ids(self) -> Int32s:
+        return self.result
+
+
 class Step(Protocol):
     """A plan that an engine has begun."""
 
-    def run(self) -> Int32s:
-        """One iteration -> ids `[rows]`: decode rows, then prefill rows; see NO_TOKEN and FAILED_ROW."""
+    def launch(self) -> Flight:
+        """Begins one iteration; at most LAUNCH_AHEAD have not landed."""
+
+
+LAUNCH_AHEAD = 2  # iterations; more would delay jumps and cancels
 
 
 class Engine(Protocol):

@@ -43,18 +43,19 @@ class Sampling:
 
 class Sampler(Protocol):
     first: int  # the vocabulary id of the logits' first column
+    captured: bool  # whether a CUDA graph can hold it: it never waits for the device
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states `[B, D]` -> the logits that `choose` wants, float32."""
 
-    def choose(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """Tokens `[B]` int32, the same on every rank; -2 for a row with a NaN."""
+    def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
+        """Tokens `[B]` int32, the same on every rank; -2 for a row with a NaN. None: all rows are greedy."""
 
 
 class FullSampler:
     """Every rank gathers all logits, and chooses for itself: `4 * V / R` bytes a row from each."""
 
-    first = 0
+    first, captured = 0, True
 
     def __init__(self, head: VocabularyTable) -> None:
         self._head = head
@@ -63,8 +64,8 @@ class FullSampler:
         """`[B, V]`."""
         return self._head.logits(x)
 
-    def choose(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        return sample(logits, *sampling.tensors) if bool(sampling.temperature.any()) else greedy(logits)
+    def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
+        return greedy(logits) if sampling is None else sample(logits, *sampling.tensors)
 
 
 class CandidateSampler:
@@ -73,6 +74,8 @@ class CandidateSampler:
     The noise belongs to the vocabulary id, so the best of the offers is the best of all. Other rows (top-p or min-p without
     such a top-k) are gathered whole, and counted. How a row is chosen depends on its own parameters only.
     """
+
+    captured = False
 
     def __init__(self, head: VocabularyTable, mark: Mark) -> None:
         self._head, self._group, self._mark = head, head.group, mark
@@ -83,7 +86,9 @@ class CandidateSampler:
         """`[B, L]`: this rank's columns, -inf where they are padding."""
         return self._head.local_logits(x)
 
-    def choose(self, logits: Tensor, sampling: Sampling) -> Tensor:
+    def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
+        if sampling is None:
+            return self._best(logits, None)
         top_k, vocab_size = sampling.top_k, self._head.vocab_size
         random = sampling.temperature >= GREEDY_BELOW.value
         filtered = random & (((top_k > 0) & (top_k < vocab_size)) | (sampling.top_p < 1) | (sampling.min_p > 0))
@@ -95,11 +100,16 @@ class CandidateSampler:
                 tokens[index] = method(logits[index], sampling[index])
         return tokens
 
-    def _best(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        zeros, ones = torch.zeros_like(sampling.top_k), torch.ones_like(sampling.top_p)
-        ids = sample(logits, sampling.temperature, zeros, ones, ones - 1, sampling.seeds, sampling.positions, self.first)
+    def _best(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
+        if sampling is None:
+            columns = greedy(logits)
+            ids = (columns + self.first).where(columns != FAILED.value, FAILED.value)
+        else:
+            zeros, ones = torch.zeros_like(sampling.top_k), torch.ones_like(sampling.top_p)
+            ids = sample(logits, sampling.temperature, zeros, ones, ones - 1, sampling.seeds, sampling.positions, self.first)
         own = logits.gather(1, (ids - self.first).clamp_(min=0).long()[:, None])
-        keys = _keys(_scores(own, ids[:, None], sampling), ids[:, None]).masked_fill_((ids == FAILED.value)[:, None], _NAN)
+        scores = own if sampling is None else _scores(own, ids[:, None], sampling)
+        keys = _keys(scores, ids[:, None]).masked_fill_((ids == FAILED.value)[:, None], _NAN)
         return _winner(self._group.all_gather(keys))
 
     def _ranked(self, logits: Tensor, sampling: Sampling) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
+from services.worker.engine.interface import Facts, Landed, Memory, Progress, RankSpec
 from services.worker.weights.folder import ModelFolder
 from shared.errors import ConfigError
 from shared.protocol.plan import ADMISSION, NO_TOKEN, Int32s, Plan, RowFlag, SlotFlag
@@ -131,7 +131,7 @@ class ScriptedStep:
     def __init__(self, engine: ScriptedEngine, plan: Plan) -> None:
         self.engine, self.plan = engine, plan
 
-    def run(self) -> Int32s:
+    def launch(self) -> Landed:
         engine, plan = self.engine, self.plan
         if engine.steps % engine.script.tokens_per_step == 0:
             time.sleep(engine.script.step_s)
@@ -150,4 +150,4 @@ class ScriptedStep:
         ):
             engine.length[slot] = engine.begun[slot] = start + length
             ids.append(engine.play(slot) if flags & RowFlag.SAMPLE and not engine.done[slot] else NO_TOKEN)
-        return np.array(ids, dtype=np.int32)
+        return Landed(np.array(ids, dtype=np.int32))

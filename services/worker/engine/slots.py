@@ -16,7 +16,9 @@ class Slots:
     """Structure of arrays by slot. A slot that nobody was admitted to is done."""
 
     def __init__(self, slots: int, pages_per_slot: int, eos_ids: Tensor) -> None:
-        """eos_ids `[E]` int32, on the device of the state."""
+        """eos_ids `[E]` int32, on the device of the state. One more slot is made, that nobody is admitted to."""
+        self.padding = slots  # the slot of rows that only fill up a captured batch: done, so they write to the scratch page
+        slots += 1
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=eos_ids.device)
@@ -71,17 +73,14 @@ class Slots:
 
         logits `[B, L]`: of the vocabulary ids from `first` on.
         """
-        early = lengths < self.min_length[slots]
-        if not bool(early.any()):
-            return
-        rows = early.nonzero()
-        eos = rows[~self.ignore_eos[slots[early]]]
-        eos_columns = self.eos_ids.long() - first
-        logits[eos, eos_columns[_within(logits, eos_columns)]] = -torch.inf
-        stops = self.stop_ids[slots[early]].long()
-        columns = stops - first
-        forbidden = (stops != NO_STOP_ID) & _within(logits, columns)
-        logits[rows.expand_as(stops)[forbidden], columns[forbidden]] = -torch.inf
+        early = (lengths < self.min_length[slots])[:, None]
+        eos = self.eos_ids.expand(len(slots), -1).masked_fill(self.ignore_eos[slots][:, None], NO_STOP_ID)
+        ends = torch.cat((eos, self.stop_ids[slots]), dim=1).long()
+        columns = ends - first
+        forbidden = early & (ends != NO_STOP_ID) & (columns >= 0) & (columns < logits.shape[1])
+        # The least of the logit and +-inf: fixed shapes, so no wait for the device, and a NaN stays one.
+        bounds = torch.full_like(ends, torch.inf, dtype=logits.dtype).masked_fill_(forbidden, -torch.inf)
+        logits.scatter_reduce_(1, columns.clamp(0, logits.shape[1] - 1), bounds, "amin")
 
     def sampling(self, slots: Tensor, positions: Tensor) -> Sampling:
         """How rows are sampled; a row's noise depends on its seed and the position `[B]` of the token in its sequence only."""
@@ -95,14 +94,10 @@ class Slots:
         alive = ~self.done[slots]
         failed = alive & (tokens < 0)
         took = alive & samples & ~failed
-        ends = torch.isin(tokens, self.eos_ids) & ~self.ignore_eos[slots]
+        ends = (tokens[:, None] == self.eos_ids).any(dim=1) & ~self.ignore_eos[slots]
         ends |= (tokens[:, None] == self.stop_ids[slots]).any(dim=1)
         ends |= lengths + 1 >= self.max_length[slots]
         self.length[slots] = lengths.where(alive, self.length[slots])
         self.last_token[slots] = tokens.where(took, self.last_token[slots])
         self.done[slots] |= failed | (took & ends)
         return tokens.where(took | failed, NO_TOKEN)
-
-
-def _within(logits: Tensor, columns: Tensor) -> Tensor:
-    return (columns >= 0) & (columns < logits.shape[1])

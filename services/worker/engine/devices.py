@@ -1,0 +1,43 @@
+"""Which device a rank computes on."""
+
+import torch
+
+from services.worker.distributed.rendezvous import CommunicatorKind
+from services.worker.engine.interface import RankSpec
+from shared.errors import ConfigError
+
+HOST_KV_CACHE_BYTES = 1 << 30  # of a rank on a CPU that nobody told otherwise
+
+
+def device_of(spec: RankSpec) -> torch.device:
+    """The rank's device, made the current one. Raises ConfigError when the machine has none for it."""
+    kind = spec.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    count, index = torch.cuda.device_count(), spec.rank // spec.ranks_per_gpu
+    if index >= count:
+        wanted = -(-spec.ranks // spec.ranks_per_gpu)
+        raise ConfigError(
+            f"device: {spec.ranks} ranks, {spec.ranks_per_gpu} a GPU, need {wanted} GPUs, this machine has {count}: "
+            "set --tensor-parallel-size, or --device cpu"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def communicator_of(spec: RankSpec, device: torch.device) -> CommunicatorKind:
+    """How these ranks can add up. Raises ConfigError for NCCL between ranks of one GPU, which it refuses."""
+    if device.type != "cuda" or spec.ranks_per_gpu == 1:
+        return spec.communicator
+    if spec.communicator not in ("auto", "gloo"):
+        raise ConfigError(f"communicator: {spec.communicator}: ranks_per_gpu={spec.ranks_per_gpu} ranks of one GPU need auto or gloo")
+    return "gloo"
+
+
+def dtype_of(spec: RankSpec, device: torch.device) -> torch.dtype:
+    if spec.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype

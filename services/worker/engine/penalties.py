@@ -1,0 +1,75 @@
+"""What requests with penalties or biases need of the device: how often a slot's ids have come, and what each costs.
+
+Which ids a slot's pages hold is kept beside their keys and values. So counts are made anew, from what is on the device, whenever a
+prefill ends: after a hit in the prefix cache, a preemption or a move as after the first, and nothing of it crosses a wire.
+
+S slots and one of nobody, L columns of logits: the vocabulary ids from `first` on, B rows, A admissions, P prefill rows.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.penalties import count, penalise
+from shared.protocol.plan import MAX_BIASES, NO_TOKEN, SlotFlag
+
+NO_BIAS = -1
+
+
+class Penalties:
+    """By slot. Counts take `4 * L` bytes a slot; memory that nobody writes to is reserved on a GPU, and not even that on a CPU."""
+
+    def __init__(self, slots: int, columns: int, first: int, device: torch.device) -> None:
+        self.counts = torch.empty(slots, columns, dtype=torch.int32, device=device)  # of `kernels.penalties`; once recounted
+        self.counted = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.presence, self.frequency = torch.zeros(2, slots, device=device)
+        self.repetition = torch.ones(slots, device=device)
+        self.prompt_length = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.bias_ids = torch.full((slots, MAX_BIASES), NO_BIAS, dtype=torch.int32, device=device)
+        self.bias_values = torch.zeros(slots, MAX_BIASES, device=device)
+        self._first = first
+
+    def admit(self, slots: Tensor, flags: Tensor, prompt_lengths: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> None:
+        """What the admissions `[A]` say; slots int64."""
+        self.counted[slots] = counted = (flags & SlotFlag.PENALTIES) != 0
+        self.presence[slots] = presence.where(counted, 0.0)
+        self.frequency[slots] = frequency.where(counted, 0.0)
+        self.repetition[slots] = repetition.where(counted, 1.0)
+        self.prompt_length[slots] = prompt_lengths
+        self.bias_ids[slots] = NO_BIAS
+
+    def bias(self, slots: Tensor, indexes: Tensor, ids: Tensor, values: Tensor) -> None:
+        """The plan's biases, int32; of slots that it admits."""
+        self.bias_ids[slots.long(), indexes.long()] = ids
+        self.bias_values[slots.long(), indexes.long()] = values.contiguous().view(torch.float32)
+
+    def recount(self, slots: Tensor, lengths: Tensor, total: int, token_ids: Tensor, page_table: Tensor, page_size: int) -> None:
+        """Counts the ids of these slots, of which none comes twice, anew: slots int64, lengths `[P]` tokens in their pages.
+
+        total: the sum of the lengths. A slot with length 0 is left alone. token_ids: by place in the cache, page_table by slot.
+        """
+        nobody = len(self.counts) - 1
+        self.counts[slots.where(lengths > 0, nobody)] = 0
+        row = torch.repeat_interleave(lengths, output_size=total)
+        positions = torch.arange(total, device=slots.device) - (lengths.cumsum(0) - lengths)[row]
+        owners = slots[row]
+        places = page_table[owners, positions // page_size].long() * page_size + positions % page_size
+        count(self.counts, owners, token_ids[places], positions < self.prompt_length[owners], self._first)
+
+    def apply(self, logits: Tensor, slots: Tensor) -> None:
+        """Changes logits `[B, L]` in place; slots `[B]` int64."""
+        penalise(
+            logits,
+            slots,
+            self.counts,
+            self.presence,
+            self.frequency,
+            self.repetition,
+            self.bias_ids,
+            self.bias_values,
+            self._first,
+        )
+
+    def count(self, slots: Tensor, tokens: Tensor) -> None:
+        """tokens `[B]` int32 were generated; negative: none."""
+        ids = tokens.where(self.counted[slots], NO_TOKEN)
+        count(self.counts, slots, ids, torch.zeros_like(self.counted[slots]), self._first)
