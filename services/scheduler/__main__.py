@@ -3,16 +3,19 @@
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.scheduler.connection import Worker
 from services.scheduler.debug import groups_page
+from services.scheduler.file_lease import FileLease
 from services.scheduler.history import History
-from services.scheduler.leadership import Leadership
+from services.scheduler.leadership import Leadership, Lease, NoLease
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.server import GenerationService
+from services.scheduler.server import STANDBY, GenerationService
 from services.scheduler.settings import SchedulerSettings
 from shared.admin import admin
 from shared.metrics import new_registry
@@ -24,7 +27,10 @@ from shared.tracing import tracing
 
 logger = logging.getLogger("services.scheduler")
 
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # where to reach what listens everywhere
 TICK_S = 0.1  # how late a deadline may be noticed
+SETTLE_S = 5.0  # for what is on its way from workers when we stop: a lead and a step, often milliseconds
+SETTLED_EVERY_S = 0.005
 STOP_S = 1.0  # for what is on its way to gateways
 
 
@@ -35,7 +41,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 
 
 async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: History) -> None:
-    leadership = Leadership()
+    leadership = Leadership(_lease(settings))
     registry = new_registry("scheduler")
     metrics = SchedulerMetrics(settings.served_model_name, settings.vllm_names, registry)
     generation = GenerationService(settings, leadership, metrics, history)
@@ -47,6 +53,8 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
     def readiness() -> str | None:
         if stop.is_set():
             return "stopping"
+        if not leadership.leads:
+            return STANDBY
         return None if any(not group.draining for group in scheduler.groups) else "no worker group is ready"
 
     async def tell_health() -> None:
@@ -61,6 +69,17 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
         while True:
             await asyncio.sleep(TICK_S)
             scheduler.tick(time.monotonic())
+
+    async def lead(address: str) -> None:
+        await leadership.acquire(address)
+        await _together([tick(), leadership.hold(), *(worker.run() for worker in workers)])
+
+    async def hand_over() -> None:
+        """Nothing is lost that has been computed: the next leader goes on after it."""
+        scheduler.pause()
+        until = time.monotonic() + SETTLE_S
+        while not scheduler.settled and time.monotonic() < until:
+            await asyncio.sleep(SETTLED_EVERY_S)
 
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_GenerationServicer_to_server(generation, server)
@@ -91,14 +110,41 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
             logger.info("listening on %s:%d", settings.host, port)
-            async with asyncio.TaskGroup() as tasks:  # one that fails ends the service
-                running = [tasks.create_task(each) for each in (tell_health(), tick(), *(worker.run() for worker in workers))]
-                await stop.wait()
-                generation.end_sessions()
-                for task in running:
-                    task.cancel()
+            running = asyncio.create_task(_together([tell_health(), lead(_reachable(settings.host, port))]))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                await hand_over()
+            generation.end_sessions()
+            for task in (running, stopping):
+                task.cancel()
+            await asyncio.wait((running, stopping))
+            if not running.cancelled():
+                running.result()  # what ended us
+            leadership.release()
         finally:
             await server.stop(STOP_S)
+
+
+async def _together(works: Sequence[Coroutine[object, object, None]]) -> None:
+    """All of them, until one fails: then the others are cancelled, and its error is raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _lease(settings: SchedulerSettings) -> Lease:
+    kind, _, folder = settings.leadership.partition(":")
+    return FileLease(Path(folder), settings.lease_duration_s, settings.lease_renewal_s) if kind == "file" else NoLease()
+
+
+def _reachable(host: str, port: int) -> str:
+    """Where others on this machine find us."""
+    return f"{ANYWHERE.get(host, host)}:{port}"
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ class Worker:
             raise ProtocolError(f"refused: it serves the model {described.fingerprint or '(none)'}, the first group {model.fingerprint}")
 
     async def _execute(self, stub: ExecutionStub, described: pb.WorkerGroup, limits: Limits) -> None:
-        epoch, number = self._leadership.next_stream(described.highest_epoch, described.highest_stream)
+        epoch, number = await self._leadership.next_stream(described.highest_epoch, described.highest_stream)
         outbox: Outbox[pb.ExecutionExecuteRequest] = Outbox(lambda: pb.ExecutionExecuteRequest(heartbeat=pb.ExecuteHeartbeat()))
         hello = pb.ExecuteHello(protocol_version=PROTOCOL_VERSION, group=described.name, epoch=epoch, stream=number)
         outbox.put(pb.ExecutionExecuteRequest(hello=hello))
@@ -160,6 +160,8 @@ class Worker:
             self._add(group, f"ready: {limits.slots} slots, {limits.pages} pages of {limits.page_size} tokens, stream {epoch}.{number}")
             async for message in received(aiter(call), "the worker"):
                 self._on_message(message, group, (epoch, number))
+                if group.draining and not group.load and not group.num_outstanding:
+                    raise StreamEnded("drained: nothing is left there")
             raise StreamEnded("the worker ended the stream")
         finally:
             outbox.close()

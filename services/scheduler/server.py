@@ -28,6 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Messages = AsyncIterator[pb.GenerationSessionRequest]
 
 NOT_READY = "no worker group has been ready yet"
+STANDBY = "a standby: another scheduler leads"
 
 
 class GenerationService(GenerationServicer):
@@ -52,6 +53,8 @@ class GenerationService(GenerationServicer):
             check_version(request.protocol_version, "the gateway")
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        if not self.leadership.leads:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, STANDBY)
         model = self.scheduler.model
         if model is None or not self.scheduler.groups:
             await context.abort(grpc.StatusCode.UNAVAILABLE, NOT_READY if model is None else "no worker group is ready")
@@ -74,6 +77,8 @@ class GenerationService(GenerationServicer):
             yield message
 
     async def Session(self, request_iterator: Messages, context: Context) -> AsyncIterator[pb.GenerationSessionResponse]:
+        if not self.leadership.leads:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, STANDBY)
         messages = received(request_iterator, "the gateway")
         try:
             session = await self._hello(messages)
@@ -95,7 +100,7 @@ class GenerationService(GenerationServicer):
         if message is None or message.WhichOneof("message") != "hello":
             raise ProtocolError("a session begins with a hello")
         check_version(message.hello.protocol_version, "the gateway")
-        self.leadership.shown(message.hello.highest_epoch)
+        await self.leadership.shown(message.hello.highest_epoch)
         session = GatewaySession(next(self._numbers), message.hello.gateway[:100], time.monotonic)
         self._sessions[session.number] = session
         session.outbox.put(
@@ -139,9 +144,9 @@ class GenerationService(GenerationServicer):
         logger.info("gateway %s: session %d has ended", session.gateway, session.number)
 
     def end_sessions(self) -> None:
-        """Ends each after what it has been given; what its requests have not got, the gateway asks of the next scheduler."""
+        """Ends each after all that its requests have got; what they have not, the gateway asks of the next leader."""
         for session in self._sessions.values():
-            session.outbox.close()
+            session.end()
 
     def _deliver(self, updated: list[Request], now: float) -> None:
         touched: dict[int, GatewaySession] = {}

@@ -47,6 +47,12 @@ class GatewaySession:
         elif self._timer is None:
             self._arm_timer()
 
+    def end(self) -> None:
+        """Sends what there is, and ends the session in good order."""
+        if self._updated or self._rejected:
+            self._send()
+        self.close()
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()

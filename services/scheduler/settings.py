@@ -1,8 +1,8 @@
 """Settings of the scheduler."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.scheduler.policy import PolicyName
@@ -31,7 +31,14 @@ class SchedulerSettings(Settings):
     )
     max_waiting_requests: int = Field(1024, ge=1, description="Requests that may wait for a slot; further ones are rejected as overload.")
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="Prompt tokens that may wait; one request alone may exceed it.")
-    group_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no worker group is ready.")
+    group_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no worker group can take them.")
+    leadership: Annotated[str, StringConstraints(pattern=r"^(none|file:.+)$")] = Field(
+        "none", description="Who leads, of several schedulers: none, there is one; file:FOLDER, a lease in a folder that they share."
+    )
+    lease_duration_s: float = Field(
+        3.0, gt=0, description="A leader that has not renewed its lease for so long, and does not answer, is replaced."
+    )
+    lease_renewal_s: float = Field(1.0, gt=0, description="How often the leader renews its lease.")
     overlap: bool = Field(True, description="Send plans ahead of results, by the lead rule; off: wait for each result.")
     bursts: bool = Field(True, description="Several iterations in one plan while steps are short; off: one.")
     jump: bool = Field(True, description="A new request's first prefill overtakes plans sent before; needs overlap.")
@@ -49,3 +56,9 @@ class SchedulerSettings(Settings):
         if len(set(value)) < len(value):
             raise ValueError("a worker is given twice: its two streams would take it from each other")
         return value
+
+    @model_validator(mode="after")
+    def leader_may_miss_one_renewal(self) -> Self:
+        if 2 * self.lease_renewal_s > self.lease_duration_s:
+            raise ValueError(f"lease_renewal_s={self.lease_renewal_s} > lease_duration_s={self.lease_duration_s} / 2")
+        return self
