@@ -28,12 +28,17 @@ def device_of(spec: RankSpec) -> torch.device:
 
 
 def communicator_of(spec: RankSpec, device: torch.device) -> CommunicatorKind:
-    """How these ranks can add up. Raises ConfigError for NCCL between ranks of one GPU, which it refuses."""
-    if device.type != "cuda" or spec.ranks_per_gpu == 1:
+    """How these ranks can add up. Raises ConfigError for what does not go together."""
+    if device.type != "cuda":
         return spec.communicator
-    if spec.communicator not in ("auto", "gloo"):
-        raise ConfigError(f"communicator: {spec.communicator}: ranks_per_gpu={spec.ranks_per_gpu} ranks of one GPU need auto or gloo")
-    return "gloo"
+    kind = spec.communicator
+    if spec.ranks_per_gpu > 1:
+        if kind not in ("auto", "gloo"):
+            raise ConfigError(f"communicator: {kind}: NCCL refuses ranks that share a GPU (ranks_per_gpu={spec.ranks_per_gpu}): set auto")
+        kind = "gloo"
+    if kind == "gloo" and spec.cuda_graphs and spec.ranks > 1:
+        raise ConfigError("communicator: gloo goes through main memory, which no CUDA graph can hold: set --cuda-graphs false")
+    return kind
 
 
 def dtype_of(spec: RankSpec, device: torch.device) -> torch.dtype:

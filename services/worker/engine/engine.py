@@ -47,9 +47,9 @@ class TorchEngine:
         torch.set_grad_enabled(False)
         self.device = device = device_of(spec)
         self.mark = mark = Mark(spec.board_fd, spec.rank)
+        kind = communicator_of(spec, device)
         if group is None:
             progress("meeting the other ranks", 0.0)
-            kind = communicator_of(spec, device)
             group = communicator(spec.rank, spec.ranks, spec.rendezvous, device, kind, spec.start_timeout_s, spec.step_timeout_s, mark)
 
         folder = ModelFolder(spec.model, spec.load_format)

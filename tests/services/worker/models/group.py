@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from benchmarks.driver import admission, int32s, spec
 from services.worker.distributed.communicator import Communicator, communicator
@@ -77,7 +78,7 @@ class Runner:
             step = engine.begin(decode(words.data.cast("B")), words)
             for _ in range(iterations):
                 batch, values = step.forward()
-                copy = values.numpy().copy()
+                copy = values.cpu().numpy().copy()
                 for row, last, token, own in zip(rows, lasts, step.choose(batch, values).tolist(), copy, strict=True):
                     if last:
                         tokens[row].append(token)
@@ -103,8 +104,8 @@ class Runner:
         return Outcome(np.array(tokens, dtype=np.int32), np.array(logits, dtype=np.float32))
 
 
-def _serve(rank: int, size: int, rendezvous: str, link: Connection) -> None:
-    runner = Runner(communicator(rank, size, rendezvous))
+def _serve(rank: int, size: int, rendezvous: str, link: Connection, device: str) -> None:
+    runner = Runner(communicator(rank, size, rendezvous, torch.device(device), "gloo"))
     link.send(None)
     while (job := link.recv()) is not None:
         try:
@@ -118,12 +119,13 @@ def _serve(rank: int, size: int, rendezvous: str, link: Connection) -> None:
 class Group:
     """`size` processes, one a rank."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, device: str = "cpu") -> None:
+        """device: of all ranks."""
         context = multiprocessing.get_context("spawn")
         self.links, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, f"file://{folder / 'rendezvous'}", theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, f"file://{folder / 'rendezvous'}", theirs, device), daemon=True)
             process.start()
             theirs.close()
             self.links.append(ours)
