@@ -40,7 +40,7 @@ class Child:
         self._arguments, self._variables = arguments, variables
         self._log_path = logs / f"{name}.log"
         self._ports_path = logs / f"{name}-ports.json"
-        self._last_line, self._last_line_was_shown = "", False
+        self.last_line, self._last_line_was_shown = "", False
         self._level = logging.WARNING  # of the record that the lines after it belong to
 
     async def start(self) -> None:
@@ -82,7 +82,7 @@ class Child:
         """The last line that it logged, when the terminal has not shown it."""
         with contextlib.suppress(TimeoutError):  # somebody who outlives it holds the pipe
             await asyncio.wait_for(self._follower, LAST_OUTPUT_S)
-        return "" if self._last_line_was_shown else self._last_line
+        return "" if self._last_line_was_shown else self.last_line
 
     def how_it_ended(self) -> str:
         status = self.ended.result()
@@ -107,7 +107,7 @@ class Child:
         record = RECORD.fullmatch(line)
         if record or not line.startswith(" "):
             self._level = logging.getLevelNamesMapping()[record["level"].upper()] if record else logging.WARNING
-            self._last_line = record["text"] if record else line
+            self.last_line = record["text"] if record else line
             self._last_line_was_shown = record is None or self._level >= self.forward_from
         if self._last_line_was_shown:
-            logger.log(self._level, "%s: %s", self.name, line if record is None else self._last_line)
+            logger.log(self._level, "%s: %s", self.name, line if record is None else self.last_line)

@@ -1,0 +1,270 @@
+"""The offline API: a model for as long as a block of Python lasts, without HTTP.
+
+It is production without its gateway: worker and scheduler run as processes, prompts and tokens travel over the same gRPC.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import tempfile
+import threading
+import weakref
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+import grpc
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from services.local.backend import LOOPBACK, POLL_EVERY_S, Backend
+from services.local.background import BackgroundLoop
+from services.local.progress import StartupProgress
+from services.local.session import Answer, OnProgress, Session
+from shared.errors import ConfigError, LockstepError, PeerLost
+from shared.protocol import files
+from shared.protocol import generation_pb2 as pb
+from shared.protocol.files import ModelFile
+from shared.protocol.generation_pb2_grpc import GenerationStub
+from shared.protocol.plan import Int32s, ids_to_bytes
+from shared.rpc import CONNECT_S, PROTOCOL_VERSION, channel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Setting = str | int | float | bool | Path | None
+
+FILES_TIMEOUT_S = 60.0
+SEED_BITS = 63
+MAX_SHOWN = 60  # characters of a prompt that is refused
+# With the scheduler at a time, as a multiple of what all groups compute at a time: enough that none of them waits for this client.
+WINDOW = 2
+
+
+class InvalidPrompt(LockstepError):
+    """A prompt that the model cannot take; nothing of its call was computed."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; the same words, meanings and bounds as in the HTTP API."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0  # 0: the most likely token
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn anew for each prompt
+    min_tokens: int = 0  # no end of sequence before
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # end the completion like an end of sequence
+    cache_salt: str | None = None  # prefixes are shared among prompts of the same salt only
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model says to one prompt."""
+
+    prompt_ids: Int32s  # [prompt tokens]
+    ids: Int32s  # [tokens], a stop token included
+    text: str | None  # None where the prompt was given as ids
+    finish_reason: Literal["stop", "length"]
+    cached_tokens: int  # of the prompt, that were not computed anew
+
+
+class LLM:
+    """A model served to this process alone, until `close` or the end of its block.
+
+    `generate` blocks; several threads that call it take turns. What breaks raises a LockstepError that says what to do.
+    """
+
+    def __init__(self, model: str | Path, *, groups: int = 1, tensor_parallel_size: int = 1, progress: bool = True, **settings: Setting):
+        """Starts the model and returns when it can compute.
+
+        model: a folder in Hugging Face's layout; without a tokenizer in it, prompts are ids. groups: copies of the model, each of
+        `tensor_parallel_size` ranks. progress: shows bars on a terminal, lines elsewhere. settings: the worker's, as
+        `python -m services.worker --help` lists them, with underscores. Raises ConfigError for what does not fit.
+        """
+        if groups < 1:
+            raise ConfigError(f"groups: at least 1, got {groups}")
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=not progress)
+        arguments = ["--tensor-parallel-size", str(tensor_parallel_size)]
+        for name, value in settings.items():
+            if value is not None:
+                arguments.append(f"--{name.replace('_', '-')}={str(value).lower() if isinstance(value, bool) else value}")
+        with StartupProgress(self._console) as shown:
+            self._service = _Service(Backend(Path(model), groups, tensor_parallel_size, arguments), shown)
+        self._finalizer = weakref.finalize(self, self._service.close)  # also when the interpreter ends
+        self._turn = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes; once is enough, more do no harm."""
+        self._finalizer()
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        return self._service.description.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and completion together."""
+        return self._service.description.max_length
+
+    @property
+    def slots(self) -> int:
+        """Prompts that are computed at a time, all groups together."""
+        return self._service.slots
+
+    @property
+    def admin_ports(self) -> dict[str, int]:
+        """Where metrics are on the loopback: of `scheduler`, and of `worker` or, with several groups, of `worker-0` and so on."""
+        return dict(self._service.backend.admin_ports)
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The model's, as transformers has it, with its chat template. Raises ConfigError for a model without."""
+        from transformers import PreTrainedTokenizerFast  # seconds that prompts of ids do not need
+
+        found = self._service.run(self._service.files())
+        if not any(file.name == "tokenizer.json" for file in found):
+            raise ConfigError("the model has no tokenizer.json: give prompts as token ids")
+        with tempfile.TemporaryDirectory(prefix="lockstep-files-") as folder:
+            for file in found:
+                (Path(folder) / file.name).write_bytes(file.data)
+            tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            return tokenizer
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Completion]:
+        """One completion for each prompt, in their order; any number of prompts, texts and lists of ids mixed.
+
+        sampling: one for all, or one for each. Raises InvalidPrompt before anything is computed; RequestFailed, PeerLost or ServiceEnded
+        when something breaks, and then gives up the whole call. Ctrl-C does too; the model can be asked again after it.
+        """
+        if isinstance(prompts, str):
+            raise InvalidPrompt("prompts: a list of them, got one text; write [text]")
+        wanted = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+        if len(wanted) != len(prompts):
+            raise InvalidPrompt(f"sampling: one for all prompts or one for each, got {len(wanted)} for {len(prompts)} prompts")
+        ids = [self._checked(index, prompt, each.max_tokens) for index, (prompt, each) in enumerate(zip(prompts, wanted, strict=True))]
+        submits = [_submit(each, its) for each, its in zip(ids, wanted, strict=True)]
+        with self._turn, self._bar(len(prompts)) as on_progress:
+            answers = self._service.run(self._service.session.complete(submits, on_progress))
+        return [self._completion(*each) for each in zip(prompts, ids, answers, strict=True)]
+
+    def _checked(self, index: int, prompt: Prompt, max_tokens: int) -> Int32s:
+        """The prompt's ids. Raises InvalidPrompt."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.backend_tokenizer.encode(prompt).ids
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+            raise InvalidPrompt(f"prompt {index}: a text or a list of at least one token id, got {_shown(prompt)}")
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise InvalidPrompt(f"prompt {index}: ids from {ids.min()} to {ids.max()}, the vocabulary has {self.vocab_size}")
+        if len(ids) + max_tokens > self.max_length:
+            raise InvalidPrompt(f"prompt {index}: {len(ids)} tokens and {max_tokens} more exceed the {self.max_length} that fit")
+        return ids.astype(np.int32)
+
+    def _completion(self, prompt: Prompt, prompt_ids: Int32s, answer: Answer) -> Completion:
+        assert answer.finish_reason is not None, "the session returns only answers that have ended"
+        ids = np.array(answer.ids, dtype=np.int32)
+        text = str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)) if isinstance(prompt, str) else None
+        return Completion(prompt_ids, ids, text, answer.finish_reason, answer.cached_tokens)
+
+    @contextlib.contextmanager
+    def _bar(self, prompts: int) -> Iterator[OnProgress]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bar:
+            task = bar.add_task("generating", total=prompts, rate="")
+
+            def on_progress(ended: int, tokens: int) -> None:
+                elapsed_s = bar.tasks[0].elapsed or 0.0
+                bar.update(task, completed=ended, rate=f"{tokens / elapsed_s:,.0f} tokens/s" if elapsed_s else "")
+
+            yield on_progress
+
+
+class _Service:
+    """Processes, connection and event loop behind an LLM, which it does not know: so it can end when that one is forgotten."""
+
+    def __init__(self, backend: Backend, progress: StartupProgress) -> None:
+        self.backend = backend
+        self._loop = BackgroundLoop()
+        self._opened = contextlib.AsyncExitStack()
+        try:
+            self._loop.run(self._start(progress))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns or raises, on the loop. Raises ServiceEnded instead when a service ends."""
+        return self._loop.run(self.backend.unless_ended(work))
+
+    def close(self) -> None:
+        self._loop.run(self._stop())
+        self._loop.close()
+
+    async def files(self) -> list[ModelFile]:
+        """Tokenizer, chat template and generation config, as the workers have them."""
+        request = pb.GenerationFilesRequest(fingerprint=self.description.fingerprint)
+        return await files.receive(aiter(self._stub.Files(request, timeout=FILES_TIMEOUT_S)))
+
+    async def _start(self, progress: StartupProgress) -> None:
+        port = await self.backend.start(progress)
+        self._stub = GenerationStub(await self._opened.enter_async_context(channel(f"{LOOPBACK}:{port}")))
+        self.description = await self.backend.unless_ended(_described(self._stub))
+        self.slots = sum(group.slots for group in self.backend.groups)
+        self.session = Session(self._stub, WINDOW * self.slots)
+        self._opened.push_async_callback(self.session.close)
+
+    async def _stop(self) -> None:
+        await self._opened.aclose()
+        await self.backend.stop()
+
+
+async def _described(stub: GenerationStub) -> pb.GenerationDescribeResponse:
+    """What the scheduler tells of its model, once it can: the stream to a worker is there a moment before."""
+    while True:
+        try:
+            return await stub.Describe(pb.GenerationDescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=CONNECT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise PeerLost(f"the scheduler: {error.code().name.lower()}: {error.details()}") from error
+        await asyncio.sleep(POLL_EVERY_S)
+
+
+def _submit(prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
+    seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
+    return pb.Submit(
+        prompt_ids=ids_to_bytes(prompt_ids),
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=ids_to_bytes(np.array(sampling.stop_token_ids, dtype=np.int32)),
+        cache_salt=sampling.cache_salt,
+        sampling=pb.Sampling(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p, seed=seed),
+    )
+
+
+def _shown(prompt: object) -> str:
+    text = repr(prompt)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -1,0 +1,246 @@
+"""The offline API: the same tokens as the engine's, any number of prompts, and an end that leaves nobody behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.driver import Driver, spec
+from services.local import LLM, InvalidPrompt, RequestFailed, Sampling
+from services.local.backend import ServiceEnded, _devices
+from shared.errors import ConfigError, LockstepError
+from shared.protocol.plan import SlotFlag
+from tests import tiny
+from tests.processes import Family, eventually
+
+SLOTS = 8
+EOS = 2
+SLOW_STEP_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, threads=1, max_num_seqs=SLOTS, progress=False) as started:
+        yield started
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Path]:
+    """A file for the scripted engine, which goes on for ever unless told otherwise."""
+
+    def write(**content: object) -> Path:
+        (tmp_path / "script.json").write_text(json.dumps({"default": {"ids": [40, 41], "repeat": True}, **content}))
+        return tmp_path / "script.json"
+
+    return write
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def test_greedy_tokens_are_the_engines_own(llm: LLM, tiny_model: Path) -> None:
+    from services.worker.engine.engine import TorchEngine
+
+    prompts = [[5, 6, 7], [9] * 30, [11, 12]]
+    driver = Driver(TorchEngine(spec(tiny_model), lambda phase, part: None), page_size=4, pages_per_slot=16)
+    expected = []
+    for slot, prompt in enumerate(prompts):
+        first = driver.prefill(slot, prompt, flags=SlotFlag.IGNORE_EOS)
+        expected.append([first, *(token for (token,) in driver.decode(slot, iterations=8))])
+    completions = llm.generate(prompts, Sampling(temperature=0, max_tokens=9, ignore_eos=True))
+    assert [each.ids.tolist() for each in completions] == expected
+    assert [(each.text, each.finish_reason) for each in completions] == [(None, "length")] * 3
+
+
+def test_texts_go_through_the_models_tokenizer(llm: LLM) -> None:
+    text, ids = "Once upon a time", llm.tokenizer.encode("Once upon a time")
+    by_text, by_ids = llm.generate([text, ids], Sampling(temperature=0, max_tokens=12))
+    assert by_text.prompt_ids.tolist() == by_ids.prompt_ids.tolist() == ids
+    assert by_text.ids.tolist() == by_ids.ids.tolist()
+    assert by_text.text == llm.tokenizer.decode(by_text.ids.tolist(), skip_special_tokens=True)
+
+
+def test_a_rendered_chat_is_a_prompt(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    prompt: list[int] = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)  # type: ignore[assignment]
+    (completion,) = llm.generate([prompt], Sampling(max_tokens=3, ignore_eos=True))
+    assert completion.prompt_ids.tolist() == prompt
+    assert len(completion.ids) == 3
+
+
+def test_each_prompt_has_its_own_sampling(llm: LLM) -> None:
+    one = Sampling(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+    same, again, other, short = llm.generate([[5, 6]] * 4, [one, one, Sampling(20, seed=8, ignore_eos=True), Sampling(1, temperature=0)])
+    assert same.ids.tolist() == again.ids.tolist() != other.ids.tolist()
+    assert len(short.ids) == 1
+
+
+def test_far_more_prompts_than_slots_are_all_answered_in_order(llm: LLM) -> None:
+    prompts = [[3 + number % 300, 3 + number // 300] for number in range(40 * SLOTS)]
+    wanted = [Sampling(max_tokens=1 + number % 3, temperature=0, ignore_eos=True) for number in range(len(prompts))]
+    completions = llm.generate(prompts, wanted)
+    assert [each.prompt_ids.tolist() for each in completions] == prompts
+    assert [len(each.ids) for each in completions] == [each.max_tokens for each in wanted]
+    alone = llm.generate(prompts[-1:], wanted[-1])[0]
+    assert alone.ids.tolist() == completions[-1].ids.tolist()
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    got: dict[int, list[int]] = {}
+
+    def ask(tokens: int) -> None:
+        got[tokens] = [len(each.ids) for each in llm.generate([[5]] * 3, Sampling(tokens, ignore_eos=True))]
+
+    threads = [threading.Thread(target=ask, args=(tokens,)) for tokens in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {tokens: [tokens] * 3 for tokens in range(1, 5)}
+
+
+@pytest.mark.parametrize(
+    "prompts, told",
+    [
+        ("hello", "write [text]"),
+        ([[]], "prompt 0: a text or a list of at least one token id, got []"),
+        ([[5], [1.5]], "prompt 1: a text or a list"),
+        ([[5], [[6]]], "prompt 1: a text or a list"),
+        ([[5, tiny.VOCAB_SIZE]], f"the vocabulary has {tiny.VOCAB_SIZE}"),
+        ([[-1]], "ids from -1 to -1"),
+        ([[5] * tiny.MAX_LENGTH], f"exceed the {tiny.MAX_LENGTH} that fit"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused_before_anything_is_computed(llm: LLM, prompts: list[list[int]], told: str) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        llm.generate(prompts, Sampling(max_tokens=1))
+    assert told in str(caught.value)
+
+
+def test_no_prompts_are_no_completions(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    with pytest.raises(InvalidPrompt, match="got 2 for 1 prompts"):
+        llm.generate([[5]], [Sampling(), Sampling()])
+
+
+def test_a_refused_request_names_its_prompt_and_the_next_call_works(llm: LLM) -> None:
+    with pytest.raises(RequestFailed, match="prompt 1: temperature must be"):
+        llm.generate([[5], [6]], [Sampling(max_tokens=200, ignore_eos=True), Sampling(max_tokens=1, temperature=-1)])
+    assert len(llm.generate([[5]], Sampling(2, ignore_eos=True))[0].ids) == 2
+
+
+def test_a_folder_of_a_config_alone_computes_with_random_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
+    with LLM(tmp_path, load_format="random", threads=1, progress=False) as llm:
+        (completion,) = llm.generate([[5, 6]], Sampling(4, ignore_eos=True))
+        assert len(completion.ids) == 4
+        with pytest.raises(ConfigError, match="give prompts as token ids"):
+            llm.generate(["hello"])
+
+
+def test_several_groups_share_the_prompts(model: Path, script: Callable[..., Path]) -> None:
+    before = children()
+    with LLM(model, groups=2, engine="scripted", script=script(step_s=0.005), max_num_seqs=2, progress=False) as llm:
+        assert llm.slots == 4
+        assert llm.admin_ports.keys() == {"scheduler", "worker-0", "worker-1"}
+        completions = llm.generate([[5, number] for number in range(20)], Sampling(4))
+        assert [each.ids.tolist() for each in completions] == [[40, 41, 40, 41]] * 20
+        llm.close()
+        assert children() <= before
+    llm.close()
+
+
+def test_a_killed_worker_ends_the_call_and_says_which(model: Path, script: Callable[..., Path]) -> None:
+    before = children()
+    with LLM(model, engine="scripted", script=script(step_s=SLOW_STEP_S), progress=False) as llm:
+        (worker,) = [each for each in children() - before if "services.worker" in each.cmdline()]
+        threading.Timer(0.5, worker.kill).start()
+        with pytest.raises(ServiceEnded, match=r"the worker was killed by SIGKILL.*its log is in ") as caught:
+            llm.generate([[5]], Sampling(200))
+        with pytest.raises(ServiceEnded, match="the worker was killed by SIGKILL"):
+            llm.generate([[5]], Sampling(1))
+    logs = Path(str(caught.value).rsplit(" ", 1)[1])
+    assert (logs / "worker.log").is_file()
+    shutil.rmtree(logs)
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"max_model_len": 10**6}, "is more than the model's"),
+        ({"no_such_setting": 1}, "--no-such-setting"),
+        ({"groups": 0}, "groups: at least 1"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_told_at_start(tiny_model: Path, settings: dict[str, int], told: str) -> None:
+    before = children()
+    with pytest.raises(ConfigError) as caught:
+        LLM(tiny_model, progress=False, **settings)
+    assert told in str(caught.value)
+    assert children() <= before
+
+
+def test_a_folder_that_is_none_is_told_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder"):
+        LLM(tmp_path / "nothing", progress=False)
+
+
+ASK_TWICE = """
+import sys
+from services.local import LLM, Sampling
+
+llm = LLM(sys.argv[1], engine="scripted", script=sys.argv[2])
+print("ready", flush=True)
+try:
+    llm.generate([[5]] * 100, Sampling(200))
+except KeyboardInterrupt:
+    print(len(llm.generate([[5]], Sampling(2))[0].ids), flush=True)
+"""
+
+
+def test_ctrl_c_gives_up_the_call_and_an_llm_that_nobody_closes_ends_with_python(
+    model: Path, script: Callable[..., Path], tmp_path: Path
+) -> None:
+    family = Family()
+    command = [sys.executable, "-c", ASK_TWICE, str(model), str(script(step_s=SLOW_STEP_S))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=family.environment) as process:
+        assert process.stdout is not None  # it is a pipe
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    assert (output, process.returncode) == ("2\n", 0), errors
+    assert errors.splitlines()[0] == "starting the worker"
+    family.end()
+
+
+def test_a_killed_client_leaves_nobody(model: Path, script: Callable[..., Path], tmp_path: Path) -> None:
+    family = Family()
+    command, environment = [sys.executable, "-c", ASK_TWICE, str(model), str(script())], {**family.environment, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as process:
+        assert process.stdout is not None  # it is a pipe
+        process.stdout.readline()
+        process.kill()
+    eventually(lambda: not family.living(), within_s=15.0)
+
+
+def test_groups_share_no_gpu() -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": "4,5,6,7,GPU-9"}
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in _devices(2, 2, visible)] == ["4,5", "6,7"]
+    assert _devices(1, 2, visible) == [{}]
+    assert _devices(3, 2, {"CUDA_VISIBLE_DEVICES": ""}) == [{}] * 3
+    with pytest.raises(LockstepError, match="need 6 GPUs, there are 5"):
+        _devices(3, 2, visible)
