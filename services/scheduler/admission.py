@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.scheduler.memory import Memory
-from services.scheduler.radix import Prefix
+from services.scheduler.radix import NOT_KNOWN, Prefix
 from services.scheduler.requests import Request
 from services.scheduler.slots import Slots, SlotState
 from services.scheduler.waiting import WaitingQueue
@@ -74,7 +74,7 @@ class Admissions:
             if head.skips >= MAX_SKIPS:
                 request = head
             ids = request.prefill_ids
-            prefix = self._memory.cache.lookup(request.cache_salt, ids)
+            prefix = NOT_KNOWN if request.needs_scores else self._memory.cache.lookup(request.cache_salt, ids)
             if self._follows(request, ids, prefix):
                 continue
             if most_tokens is not None and len(ids) - prefix.num_pages * self._page_size > most_tokens:

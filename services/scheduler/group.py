@@ -17,8 +17,9 @@ from services.scheduler.metrics import EngineMetrics, EngineState
 from services.scheduler.pages import InvariantError
 from services.scheduler.policy import POLICIES, PolicyName
 from services.scheduler.requests import End, Finished, Request
+from services.scheduler.scores import Records, by_row, each
 from services.scheduler.slots import Slots, SlotState
-from services.scheduler.steps import Outstanding, StepResult, admission
+from services.scheduler.steps import Outstanding, StepResult, add_biases, admission
 from services.scheduler.tenants import Tenants
 from services.scheduler.waiting import Rank, WaitingQueue, rank
 from shared.errors import ProtocolError
@@ -26,6 +27,7 @@ from shared.protocol.generation_pb2 import FINISH_REASON_ERROR
 from shared.protocol.plan import FAILED_ROW, Int32s, Limits, Plan, PlanFlag, RowFlag
 
 MAX_ADMISSIONS = 256  # of one plan: 32 KB
+MAX_PLAN_BIASES = 2048  # of one plan: 32 KB
 FAILED = Finished(FINISH_REASON_ERROR, "the model's output was not finite")
 _NO_ROWS = np.empty(0, dtype=np.int32)
 STOPPED_EARLY = Finished(FINISH_REASON_ERROR, "the worker ended the request for a reason that the scheduler does not know")
@@ -175,11 +177,12 @@ class Group:
             self._prefill_rate.count(plan.prefill_tokens, step_us / 1e6)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
         self.metrics.plan(plan.decode_rows, plan.prefill_tokens, len(result.ids))
+        records = self._take_prompt_scores(result, plan)
         for later, ids in zip(range(len(result.ids) - 1, -1, -1), result.ids, strict=True):
             self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
             current = self.slots.epoch[plan.slots] == result.slot_epochs
             self._confirm(result.plan_id, plan.slots[current & (ids == FAILED_ROW)].tolist())
-            self._take(ids, plan, current, now - later * step_us / 1e6)  # a burst's tokens came one after the other
+            self._take(ids, plan, current, records, now - later * step_us / 1e6)  # a burst's tokens came one after the other
         del self._outstanding[result.plan_id]  # not before: what is on its way for a slot that is given up has been taken
         if oldest:
             self._finalise_passed()
@@ -312,7 +315,26 @@ class Group:
             if self.slots.requests[user] is not None:
                 self.retire(user, FAILED if user in failed else None, release=user not in failed)
 
-    def _take(self, ids: Int32s, plan: Outstanding, current: NDArray[np.bool_], now: float) -> None:
+    def _take_prompt_scores(self, result: StepResult, plan: Outstanding) -> Records:
+        """Keeps what a result tells of prompts; returns what it tells of completions."""
+        records: Records = {}
+        failed = []
+        for row, run in by_row(result.logprobs):
+            slot = int(plan.slots[row])
+            request = self.slots.requests[slot]
+            if request is None or request.scores is None or self.slots.epoch[slot] != result.slot_epochs[row]:
+                continue
+            of_prompt = run["position"] < len(request.prompt_ids)
+            records.update(((row, position), record) for position, record in each(run[~of_prompt]))
+            if of_prompt.any():
+                if not request.scores.take_prompt(run[of_prompt]):
+                    failed.append(slot)
+                self._updated[request] = None
+        if failed:
+            self._confirm(result.plan_id, failed)
+        return records
+
+    def _take(self, ids: Int32s, plan: Outstanding, current: NDArray[np.bool_], records: Records, now: float) -> None:
         """One iteration. What a plan sent ahead brought for a slot that has been retired or used anew since is dropped.
 
         current: which rows are of their slots' present use.
@@ -322,13 +344,15 @@ class Group:
         rows, tokens = plan.slots[live], ids[live]
         self._time(rows[tokens >= 0], now)
         slots.confirmed[rows] += tokens >= 0
-        for slot, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+        for row, slot, token in zip(np.flatnonzero(live).tolist(), rows.tolist(), tokens.tolist(), strict=True):
             request = slots.requests[slot]
             assert request is not None  # it is running
             if token < 0:
                 self.retire(slot, STOPPED_EARLY, release=False)
                 continue
             self._updated[request] = None
+            if request.scores is not None:
+                request.scores.take_token(records.get((row, request.length)))
             reason = request.append(token)
             if reason is not None:
                 self.retire(slot, Finished(reason), release=False)
@@ -395,7 +419,7 @@ class Group:
             plan.release_slots = np.array(self._releases, dtype=np.int32)
             slots.last_plan[plan.release_slots] = plan.plan_id  # a slot is not used anew while its release is on the way
             self._releases.clear()
-        samples = np.concatenate((plan.decode_flags, plan.prefill_flags)) == RowFlag.SAMPLE
+        samples = (np.concatenate((plan.decode_flags, plan.prefill_flags)) & RowFlag.SAMPLE) != 0
         slots.planned[rows] = written + samples
         slots.last_plan[rows] = plan.plan_id
         self.tenants.charge(slots.tenant[decodes], plan.iterations)
@@ -492,7 +516,9 @@ class Group:
         plan.prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
         plan.prefill_starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
         plan.prefill_lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
-        plan.prefill_flags = np.array([RowFlag.SAMPLE if chunk.last else 0 for chunk in chunks], dtype=np.int32)
+        plan.prefill_flags = np.array(
+            [RowFlag.SAMPLE * chunk.last | RowFlag.SCORE * self._request(chunk.slot).needs_scores for chunk in chunks], dtype=np.int32
+        )
         plan.prefill_ids = np.concatenate(pieces)
 
     def _admit(self, most_tokens: int | None, plan: Plan, admitted: list[int], now: float) -> int | None:
@@ -501,12 +527,16 @@ class Group:
         if found is None:
             return None
         request, ids = found
+        if len(plan.bias_ids) + len(request.sampling.biases) > MAX_PLAN_BIASES:
+            return None
         slots, page_size = self.slots, self.limits.page_size
         request.slot = slot = slots.admit(request, ids)
         slots.tenant[slot] = self.tenants.join(request.tenant)
         self.waiting.remove(request)
         slots.secure_until[slot] = len(ids) + page_size if request.preemptions else 0
-        pages = self.memory.admit(slot, request.cache_salt, ids)
+        pages = self.memory.admit(slot, request.cache_salt, ids, reuse=not request.needs_scores)
+        if request.sampling.biases:
+            add_biases(plan, slot, request.sampling.biases)
         plan.grant_slots = np.concatenate((plan.grant_slots, np.full(len(pages), slot, dtype=np.int32)))
         plan.grant_indexes = np.concatenate((plan.grant_indexes, np.arange(len(pages), dtype=np.int32)))
         plan.grant_pages = np.concatenate((plan.grant_pages, pages))

@@ -54,10 +54,10 @@ class Memory:
         """Free pages that the admission of a request of `length` tokens takes."""
         return self._promise(length, max_length) - prefix.num_pages + prefix.num_unused
 
-    def admit(self, slot: int, namespace: str, ids: Int32s) -> Int32s:
+    def admit(self, slot: int, namespace: str, ids: Int32s, reuse: bool = True) -> Int32s:
         """Promises pages to a slot admitted now. Returns those that it need not compute."""
         slots = self._slots
-        pages = self.cache.open(slot, namespace, ids)
+        pages = self.cache.open(slot, namespace, ids, reuse)
         slots.add_prefix(slot, pages)
         slots.promised[slot] = self._promise(len(ids), int(slots.max_length[slot]))
         self.promised += int(slots.promised[slot]) - len(pages)

@@ -26,8 +26,8 @@ class PrefixCache(Protocol):
     def writer(self, prefix: Prefix, ids: Int32s) -> int | None:
         """The slot that was about to compute what follows this prefix of `ids`, if any was."""
 
-    def open(self, slot: int, namespace: str, ids: Int32s) -> Int32s:
-        """The pages that the slot need not compute, which stay until `close`."""
+    def open(self, slot: int, namespace: str, ids: Int32s, reuse: bool = True) -> Int32s:
+        """The pages that the slot need not compute, which stay until `close`. Without `reuse` it computes all."""
 
     def write(self, slot: int, pages: Int32s, written: int, plan: int) -> None:
         """`plan` brings the slot to `written` tokens of `ids`; `pages` is its page table.
@@ -62,7 +62,7 @@ class NoCache:
     def writer(self, prefix: Prefix, ids: Int32s) -> int | None:
         return None
 
-    def open(self, slot: int, namespace: str, ids: Int32s) -> Int32s:
+    def open(self, slot: int, namespace: str, ids: Int32s, reuse: bool = True) -> Int32s:
         return NO_PAGES
 
     def write(self, slot: int, pages: Int32s, written: int, plan: int) -> None:
@@ -117,8 +117,8 @@ class RadixCache:
             return None
         return self._claims.get((prefix.end, self._page(ids[:-1], prefix.num_pages)))
 
-    def open(self, slot: int, namespace: str, ids: Int32s) -> Int32s:
-        node, pages = self.tree.take(namespace, ids[:-1])
+    def open(self, slot: int, namespace: str, ids: Int32s, reuse: bool = True) -> Int32s:
+        node, pages = self.tree.take(namespace, ids[:-1] if reuse else ids[:0])
         self._opened += 1
         lease = self._leases[slot] = Lease(self._opened, ids, node, len(pages))
         self._claim(slot, lease)

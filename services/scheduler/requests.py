@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.scheduler.scores import Scores
 from services.scheduler.timeline import Timeline
 from shared.protocol.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, RejectReason
 from shared.protocol.plan import Int32s
@@ -25,6 +26,14 @@ class Sampling:
     top_p: float  # 1 is off
     min_p: float  # 0 is off
     seed: int  # int64
+    presence_penalty: float = 0.0  # 0 is off, as is a frequency penalty of 0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # 1 is off
+    biases: tuple[tuple[int, float], ...] = ()  # (id, value), no id twice
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""  # prefixes are shared among requests of the same one
     traceparent: str = ""  # W3C trace context of who asked
+    scores: Scores | None = None  # where log-probabilities are wanted
     deadline: float | None = None  # on the clock of `now`, seconds
     end: End | None = None
     slot: int | None = None  # while running
@@ -93,6 +103,11 @@ class Request:
         return self.attempt > 1 or bool(self.resumed_at or self.moves)
 
     @property
+    def needs_scores(self) -> bool:
+        """Whether its prompt has to be computed anew, whatever is known of it, since every token's log-probability is wanted."""
+        return self.scores is not None and self.scores.needs_prompt
+
+    @property
     def prefill_ids(self) -> Int32s:
         """What a slot has to compute before the next token: prompt and completion so far."""
         return np.concatenate((self.prompt_ids, np.array(self.output, dtype=np.int32)))
@@ -109,10 +124,13 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        return len(self.prompt_ids) + self.max_tokens
+        """Of a slot's tokens. With max_tokens 0 the prompt's last chunk yields a token like any other, which nobody gets."""
+        return len(self.prompt_ids) + max(self.max_tokens, 1)
 
     def append(self, token: int) -> FinishReason | None:
         """Takes the next token of the completion; returns how it ends the request, if it does."""
+        if not self.max_tokens:
+            return FINISH_REASON_LENGTH
         self.output.append(token)
         if token in self.ending_ids or len(self.output) >= self.max_tokens:  # seldom: this runs for every token
             return self.finish_reason()

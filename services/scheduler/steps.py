@@ -1,13 +1,14 @@
 """A step on its way: what is remembered of a plan that was sent, what came back for it, and what a slot starts with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.scheduler.requests import Request
 from shared.errors import ProtocolError
-from shared.protocol.plan import ADMISSION, FAILED_ROW, NO_STOP_ID, Int32s, SlotFlag
+from shared.protocol.logprobs import NO_LOGPROBS, NO_TOP_ID, Logprobs
+from shared.protocol.plan import ADMISSION, FAILED_ROW, NO_STOP_ID, Int32s, Plan, SlotFlag
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class StepResult:
     start_us: int
     end_us: int
     idle_us: int  # before start_us
+    logprobs: Logprobs = field(default_factory=NO_LOGPROBS.copy)  # of rows that ask for them
 
     @property
     def late_us(self) -> int:
@@ -52,6 +54,11 @@ class Outstanding:
             )
         if rows and not FAILED_ROW <= result.ids.min() <= result.ids.max() < vocab_size:
             raise ProtocolError(f"the result of plan {result.plan_id} has ids from {result.ids.min()} to {result.ids.max()}")
+        records = result.logprobs
+        if len(records) and not 0 <= records["row"].min() <= records["row"].max() < rows:
+            raise ProtocolError(f"the result of plan {result.plan_id} has log-probabilities of rows that the plan has not")
+        if len(records) and not NO_TOP_ID <= records["top_ids"].min() <= records["top_ids"].max() < vocab_size:
+            raise ProtocolError(f"the result of plan {result.plan_id} has log-probabilities of ids that the vocabulary has not")
 
 
 def admission(slot: int, epoch: int, request: Request) -> NDArray[np.void]:
@@ -60,7 +67,16 @@ def admission(slot: int, epoch: int, request: Request) -> NDArray[np.void]:
     record = np.zeros(1, dtype=ADMISSION)
     record["slot"] = slot
     record["epoch"] = epoch
-    record["flags"] = SlotFlag.IGNORE_EOS if request.ignore_eos else 0
+    record["flags"] = (
+        SlotFlag.IGNORE_EOS * request.ignore_eos
+        | SlotFlag.PENALTIES * sampling.penalises
+        | SlotFlag.BIASES * bool(sampling.biases)
+        | SlotFlag.LOGPROBS * (request.scores is not None and request.scores.top is not None)
+    )
+    record["prompt_length"] = len(request.prompt_ids)
+    record["presence"] = sampling.presence_penalty
+    record["frequency"] = sampling.frequency_penalty
+    record["repetition"] = sampling.repetition_penalty
     record["min_length"] = len(request.prompt_ids) + request.min_tokens
     record["max_length"] = request.max_length
     record["seed_low"] = sampling.seed & 0xFFFFFFFF
@@ -72,3 +88,12 @@ def admission(slot: int, epoch: int, request: Request) -> NDArray[np.void]:
     record["stop_ids"] = NO_STOP_ID
     record["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
     return record
+
+
+def add_biases(plan: Plan, slot: int, biases: tuple[tuple[int, float], ...]) -> None:
+    """Of a slot that the plan admits."""
+    ids, values = zip(*biases, strict=True)
+    plan.bias_slots = np.concatenate((plan.bias_slots, np.full(len(ids), slot, dtype=np.int32)))
+    plan.bias_indexes = np.concatenate((plan.bias_indexes, np.arange(len(ids), dtype=np.int32)))
+    plan.bias_ids = np.concatenate((plan.bias_ids, np.array(ids, dtype=np.int32)))
+    plan.bias_values = np.concatenate((plan.bias_values, np.array(values, dtype=np.float32).view(np.int32)))

@@ -3,12 +3,25 @@
 import math
 from array import array
 
+import numpy as np
+
 from services.scheduler.model import Model
 from services.scheduler.requests import Key, Request, Sampling
+from services.scheduler.scores import Scores
 from shared.errors import LockstepError
 from shared.protocol.generation_pb2 import REJECT_REASON_INVALID, REJECT_REASON_TOO_LONG, RejectReason, Submit
 from shared.protocol.generation_pb2 import Sampling as SamplingMessage
-from shared.protocol.plan import MAX_STOP_IDS, Int32s, PlanError, ids_from_bytes
+from shared.protocol.logprobs import MAX_TOP_LOGPROBS
+from shared.protocol.plan import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_STOP_IDS,
+    Int32s,
+    PlanError,
+    ids_from_bytes,
+)
 
 MAX_TEMPERATURE = 100.0
 MAX_TOP_K = 2**31 - 1
@@ -36,13 +49,14 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
         raise Refused(f"at most {MAX_STOP_IDS} stop token ids, got {len(stop_ids)}")
     if submit.attempt < 1:
         raise Refused("attempts count from 1")
-    _between("max_tokens", submit.max_tokens, 1, math.inf)  # the context bounds it below
+    scores = _scores(submit, prompt, delivered)
+    _between("max_tokens", submit.max_tokens, 0 if submit.HasField("prompt_logprobs") else 1, math.inf)  # the context bounds it below
     _between("min_tokens", submit.min_tokens, 0, submit.max_tokens)
     _between("priority", submit.priority, -MAX_PRIORITY, MAX_PRIORITY)
     for name in ("request_id", "tenant", "traceparent", "cache_salt"):
         if len(getattr(submit, name)) > MAX_TEXT:
             raise Refused(f"{name} has more than {MAX_TEXT} characters")
-    if len(prompt) + submit.max_tokens > model.max_length:
+    if len(prompt) + max(submit.max_tokens, 1) > model.max_length:
         detail = f"{len(prompt)} prompt tokens and {submit.max_tokens} for the completion exceed the {model.max_length} that fit"
         raise Refused(detail, REJECT_REASON_TOO_LONG)
     if len(delivered) > submit.max_tokens:
@@ -53,7 +67,8 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
         request_id=submit.request_id,
         prompt_ids=prompt,
         output=array("i", delivered.tolist()),
-        sampling=_sampling(submit.sampling),
+        sampling=_sampling(submit.sampling, model),
+        scores=scores,
         max_tokens=submit.max_tokens,
         min_tokens=submit.min_tokens,
         ignore_eos=submit.ignore_eos,
@@ -68,7 +83,16 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
     )
 
 
-def _sampling(message: SamplingMessage) -> Sampling:
+def _scores(submit: Submit, prompt: Int32s, delivered: Int32s) -> Scores | None:
+    """Who has the first tokens already has the prompt's log-probabilities too."""
+    _between("logprobs", submit.logprobs, 0, MAX_TOP_LOGPROBS)
+    _between("prompt_logprobs", submit.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+    top = submit.logprobs if submit.HasField("logprobs") and submit.max_tokens else None
+    prompt_top = submit.prompt_logprobs if submit.HasField("prompt_logprobs") and not len(delivered) else None
+    return None if top is None and prompt_top is None else Scores(len(prompt), top, prompt_top)
+
+
+def _sampling(message: SamplingMessage, model: Model) -> Sampling:
     if not message.HasField("seed"):
         raise Refused("no seed: the gateway sets one always")
     sampling = Sampling(
@@ -77,12 +101,31 @@ def _sampling(message: SamplingMessage) -> Sampling:
         top_p=message.top_p if message.HasField("top_p") else 1.0,
         min_p=message.min_p,
         seed=message.seed,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        biases=_biases(message, model),
     )
+    _between("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _between("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _between("repetition_penalty", sampling.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
     _between("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE)
     _between("top_k", sampling.top_k, 0, MAX_TOP_K)
     _between("top_p", sampling.top_p, 0.0, 1.0)
     _between("min_p", sampling.min_p, 0.0, 1.0)
     return sampling
+
+
+def _biases(message: SamplingMessage, model: Model) -> tuple[tuple[int, float], ...]:
+    ids = _ids("bias_ids", message.bias_ids, model)
+    if len(message.bias_values) != 4 * len(ids) or len(ids) > MAX_BIASES:
+        raise Refused(f"at most {MAX_BIASES} biases, a float32 each, got {len(ids)} ids and {len(message.bias_values)} bytes of values")
+    if len(np.unique(ids)) != len(ids):
+        raise Refused("bias_ids name an id twice")
+    values = np.frombuffer(message.bias_values, dtype="<f4").tolist()
+    for value in values:
+        _between("bias_values", value, -MAX_BIAS, MAX_BIAS)
+    return tuple(zip(ids.tolist(), values, strict=True))
 
 
 def _ids(name: str, data: bytes, model: Model) -> Int32s:

@@ -1,0 +1,98 @@
+"""Log-probabilities on their way from a worker's results to a request's gateway."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shared.errors import ProtocolError
+from shared.protocol.generation_pb2 import Logprobs as LogprobsMessage
+from shared.protocol.logprobs import NO_LOGPROBS, NO_TOP_ID, Logprobs
+
+
+@dataclass(slots=True, eq=False)
+class Scores:
+    """What a request wants to know, and what of it has come and not been sent yet."""
+
+    prompt_length: int
+    top: int | None  # likeliest ids for each token of the completion; None: nothing is wanted of them
+    prompt_top: int | None  # the same for the prompt's tokens
+    scored: int = 1  # tokens of the prompt that are done with; nothing is known of the first
+    first_unsent: int = field(init=False)  # position of the first of `prompt`
+    prompt: Logprobs = field(default_factory=NO_LOGPROBS.copy)
+    completion: list[Logprobs] = field(default_factory=list)  # one record each, of the tokens that have not been sent
+
+    def __post_init__(self) -> None:
+        if self.prompt_top is None:
+            self.scored = self.prompt_length
+        self.first_unsent = self.scored
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether the prompt's tokens have to be computed, all of them, for their own sake."""
+        return self.scored < self.prompt_length
+
+    @property
+    def unsent(self) -> int:
+        """Records."""
+        return len(self.prompt) + len(self.completion)
+
+    def take_prompt(self, records: Logprobs) -> bool:
+        """Of a chunk: those of positions that are known already are left out. Returns whether all are finite.
+
+        Raises ProtocolError when they do not follow what is known.
+        """
+        new = records[records["position"] >= self.scored]
+        if not np.array_equal(new["position"], np.arange(self.scored, self.scored + len(new))):
+            raise ProtocolError(f"log-probabilities of a prompt from {new['position'][0]} on, where {self.scored} should follow")
+        self.scored += len(new)
+        self.prompt = np.concatenate((self.prompt, new))
+        return bool(np.isfinite(new["logprob"]).all())
+
+    def take_token(self, record: Logprobs | None) -> None:
+        """Of the completion's next token, which has come. Raises ProtocolError when something is wanted that has not."""
+        if self.needs_prompt:
+            raise ProtocolError(f"a token came, and log-probabilities of only {self.scored} of {self.prompt_length} prompt tokens")
+        if self.top is not None:
+            if record is None:
+                raise ProtocolError("a token came without its log-probability")
+            self.completion.append(record)
+
+    def send_prompt(self, most: int) -> tuple[int, LogprobsMessage]:
+        """Up to `most` records, which count as sent, and the position of the first."""
+        first, part, self.prompt = self.first_unsent, self.prompt[:most], self.prompt[most:]
+        self.first_unsent += len(part)
+        return first, message(part, self.prompt_top or 0)
+
+    def send_completion(self, most: int) -> LogprobsMessage:
+        """Up to `most` records, which count as sent."""
+        part, self.completion = self.completion[:most], self.completion[most:]
+        return message(np.concatenate(part), self.top or 0)
+
+
+# Of tokens of completions: by the plan's row and the token's position.
+Records = dict[tuple[int, int], Logprobs]
+
+
+def each(records: Logprobs) -> Iterator[tuple[int, Logprobs]]:
+    """Position and record `[1]` of each token."""
+    for index, position in enumerate(records["position"].tolist()):
+        yield position, records[index : index + 1]
+
+
+def by_row(records: Logprobs) -> Iterator[tuple[int, Logprobs]]:
+    """Runs of records of the same row."""
+    if len(records):
+        for part in np.split(records, np.flatnonzero(np.diff(records["row"])) + 1):
+            yield int(part["row"][0]), part
+
+
+def message(records: Logprobs, top: int) -> LogprobsMessage:
+    if len(records):
+        top = min(top, int(np.count_nonzero(records["top_ids"][0] != NO_TOP_ID)))
+    return LogprobsMessage(
+        values=records["logprob"].tobytes(),
+        top=top,
+        top_ids=records["top_ids"][:, :top].tobytes(),
+        top_values=records["top_logprobs"][:, :top].tobytes(),
+    )
