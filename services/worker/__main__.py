@@ -71,6 +71,10 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
                 await asyncio.sleep(RESTART_S)
                 group.supervisor.start_ranks()
 
+    async def until_drained(service: ExecutionService) -> None:
+        await stop.wait()
+        await service.drain(settings.drain_s)
+
     server = grpc.aio.server(options=SERVER_OPTIONS)
     async with admin(settings, registry, readiness, overdue) as admin_port:
         try:
@@ -84,14 +88,13 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
             port = await start_server(server, settings.host, settings.port)
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
-            stopping = asyncio.create_task(stop.wait())
+            stopping = asyncio.create_task(until_drained(service))
             keepers = [asyncio.create_task(keep(group)) for group in groups]
             done, pending = await asyncio.wait((stopping, *keepers), return_when=asyncio.FIRST_COMPLETED)
             for task in pending:
                 task.cancel()
             for task in done:
                 task.result()
-            service.announce_draining(0)
         finally:
             await server.stop(0.2)
             for group in groups:

@@ -24,6 +24,7 @@ Requests = AsyncIterator[pb.ExecutionExecuteRequest]
 
 
 GONE = "the scheduler has gone"
+DRAINED_EVERY_S = 0.02
 
 
 class Fenced(LockstepError):
@@ -70,6 +71,7 @@ class ServedGroup:
     def __init__(self, supervisor: Supervisor) -> None:
         self.current: ExecuteStream | None = None
         self.highest = (0, 0)  # (epoch, stream) of all hellos taken
+        self.draining = False
         self.supervise(supervisor)
 
     def supervise(self, supervisor: Supervisor) -> None:
@@ -81,8 +83,8 @@ class ServedGroup:
         supervisor, settings = self.supervisor, self.supervisor.settings
         group = pb.WorkerGroup(
             name=settings.group,
-            ready=supervisor.facts is not None and not supervisor.failed.done(),
-            phase=supervisor.phase,
+            ready=supervisor.facts is not None and not supervisor.failed.done() and not self.draining,
+            phase="draining" if self.draining else supervisor.phase,
             progress=supervisor.progress,
             fingerprint=fingerprint,
             tp=settings.tensor_parallel_size,
@@ -99,10 +101,11 @@ class ServedGroup:
             group.eos_ids.extend(supervisor.facts.eos_ids)
         return group
 
-    def announce_draining(self, remaining_ms: int) -> None:
+    def drain(self, remaining_ms: int) -> None:
+        """No scheduler can take the group any more; the one that has it is told to move its requests or end them."""
+        self.draining = True
         if self.current is not None:
             self.current.outbox.put(pb.ExecutionExecuteResponse(draining=pb.Draining(remaining_ms=remaining_ms)))
-            self.current.outbox.close()
 
     def _on_failure(self, failed: asyncio.Future[None]) -> None:
         """Lets the scheduler know the cause, not only that the connection broke."""
@@ -171,8 +174,9 @@ class ExecutionService(ExecutionServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an Execute stream is its hello")
         await _checked_version(first.hello.protocol_version, context)
         group = await self._group(first.hello.group, context)
-        if group.supervisor.facts is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{first.hello.group} is not ready: {group.supervisor.phase}")
+        if group.supervisor.facts is None or group.draining:
+            phase = "draining" if group.draining else group.supervisor.phase
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{first.hello.group} is not ready: {phase}")
         return first.hello, group
 
     async def _take_over(self, hello: pb.ExecuteHello, group: ServedGroup, context: Context) -> ExecuteStream:
@@ -205,9 +209,13 @@ class ExecutionService(ExecutionServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no group {name!r} here, only {', '.join(map(repr, self.groups))}"[:500])
         return group
 
-    def announce_draining(self, remaining_ms: int) -> None:
+    async def drain(self, within_s: float) -> None:
+        """Until the schedulers have let go of all groups, or the time is over."""
+        until = time.monotonic() + within_s
         for group in self.groups.values():
-            group.announce_draining(remaining_ms)
+            group.drain(round(within_s * 1e3))
+        while any(group.current is not None for group in self.groups.values()) and time.monotonic() < until:
+            await asyncio.sleep(DRAINED_EVERY_S)
 
 
 async def _checked_version(theirs: str, context: Context) -> None:
