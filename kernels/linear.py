@@ -1,0 +1,208 @@
+"""Matrix products of the few rows of a decode step, bound by reading the weights; more rows go to the library.
+
+M rows, N columns (outputs), K inner size. Every program multiplies all rows of a tile with some columns over a share of K. Where the
+columns alone do not fill the GPU, K is cut, and the program that finishes last adds up a tile's shares, in their order: no second
+launch, and the same bits each time. With PDL a program asks for its weights before it waits for the kernel that computes its rows.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import MAX_COUNTERS, counters, pdl_options
+from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
+from kernels.tuning import table
+
+MAX_ROWS = 64  # of a product that the kernel is considered for
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x `[M, K]`, weight `[N, K]`, bias `[N]` -> `x @ weight.T + bias`, `[M, N]` like x, summed in float32."""
+    tuned = config("linear", x.device, x.shape[0], *weight.shape)
+    return F.linear(x, weight, bias) if tuned is None else linear_triton(x, weight, bias, tuned)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[M, K]`, weight `[2 * N, K]`, the gate's columns first -> `silu(x @ gate.T) * (x @ up.T)`, `[M, N]` like x.
+
+    In float32 up to the result; where the library computes the products, these are rounded to x's type in between.
+    """
+    tuned = config("gated_linear", x.device, x.shape[0], weight.shape[0] // 2, weight.shape[1])
+    return silu_and_mul(F.linear(x, weight)) if tuned is None else gated_linear_triton(x, weight, tuned)
+
+
+def gated_linear_torch(x: Tensor, weight: Tensor) -> Tensor:
+    return silu_and_mul_torch(x.float() @ weight.float().T).to(x.dtype)
+
+
+def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+class Config(NamedTuple):
+    row_block: int  # 1: one row a program, without tensor cores
+    column_block: int  # gate and up each
+    inner_block: int
+    splits: int  # shares of K
+    warps: int
+    stages: int
+    prefetch: int  # steps of inner_block whose weights are asked for before the wait
+
+
+@functools.cache
+def config(operation: str, device: torch.device, rows: int, columns: int, size: int) -> Config | None:
+    """None: the library's product is to run."""
+    if not 0 < rows <= MAX_ROWS:
+        return None
+    entries = table(device).get(operation, {}).get(f"{columns}x{size}", {})
+    entry = entries.get(str(triton.next_power_of_2(rows)))
+    return None if entry is None else Config(*entry)
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tuned: Config) -> Tensor:
+    return _launch(x, weight, bias, False, tuned)
+
+
+def gated_linear_triton(x: Tensor, weight: Tensor, tuned: Config) -> Tensor:
+    return _launch(x, weight, None, True, tuned)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: Config) -> Tensor:
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"x must have contiguous rows and weight be contiguous, got strides {x.stride()} and {weight.stride()}")
+    (rows, size), columns = x.shape, weight.shape[0] // (2 if gated else 1)
+    y = x.new_empty(rows, columns)
+    row_tiles, column_tiles = triton.cdiv(rows, tuned.row_block), triton.cdiv(columns, tuned.column_block)
+    if tuned.splits > 1 and row_tiles * column_tiles > MAX_COUNTERS:
+        raise ValueError(f"splits must be 1 for {row_tiles} x {column_tiles} tiles, got {tuned.splits}")
+    shares = tuned.splits * rows * columns * (2 if gated else 1) if tuned.splits > 1 else 0
+    partial = torch.empty(shares, dtype=torch.float32, device=x.device)
+    even = size % (tuned.inner_block * tuned.splits) == 0 and columns % tuned.column_block == 0
+    early = even and tuned.row_block == 1 and size == tuned.inner_block * tuned.splits
+    _kernel[(column_tiles, tuned.splits, row_tiles)](
+        x, weight, bias, y, partial, counters(x.device), rows, columns, size, x.stride(0),
+        gated, bias is not None, even, early, tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block,
+        tuned.stages, tuned.prefetch, num_warps=tuned.warps, **pdl_options(x.device),
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, rows, columns, size, row_stride,
+    GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """EVEN: shares are whole steps and tiles full of columns, so that weights need no mask. EARLY: a share is one step of one row,
+    whose weights are in registers before the wait."""
+    column_tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = column < columns
+    gate_ptr = weight_ptr + column.to(tl.int64)[:, None] * size
+    up_ptr = weight_ptr + (column.to(tl.int64) + columns)[:, None] * size
+    steps = tl.cdiv(tl.cdiv(size, INNER), SPLITS)
+    begin = split * steps * INNER
+    end = tl.minimum(begin + steps * INNER, size)
+    if EARLY:
+        early_inner = begin + tl.arange(0, INNER)[None, :]
+        early_gate = tl.load(gate_ptr + early_inner)
+        if GATED:
+            early_up = tl.load(up_ptr + early_inner)
+    if PDL:
+        if PREFETCH and not EARLY:
+            _prefetch(gate_ptr, begin, end, in_columns, INNER, PREFETCH)
+            if GATED:
+                _prefetch(up_ptr, begin, end, in_columns, INNER, PREFETCH)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    in_rows = row < rows
+    x_row_ptr = x_ptr + row.to(tl.int64)[:, None] * row_stride
+    # Without tensor cores every thread keeps sums of its own, added up after the loop.
+    HEIGHT: tl.constexpr = COLUMNS if ROWS == 1 else ROWS
+    WIDTH: tl.constexpr = INNER if ROWS == 1 else COLUMNS
+    total = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    total_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    if EARLY:
+        x = tl.load(x_row_ptr + early_inner)
+        total = _add_product(total, x, early_gate, ROWS)
+        if GATED:
+            total_up = _add_product(total_up, x, early_up, ROWS)
+    else:
+        for start in tl.range(begin, end, INNER, num_stages=STAGES):
+            inner = start + tl.arange(0, INNER)[None, :]
+            in_weight = None if EVEN else in_columns[:, None] & (inner < end)
+            x = tl.load(x_row_ptr + inner, mask=in_rows[:, None] & (inner < end), other=0.0)
+            gate = tl.load(gate_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
+            total = _add_product(total, x, gate, ROWS)
+            if GATED:
+                up = tl.load(up_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
+                total_up = _add_product(total_up, x, up, ROWS)
+    if ROWS == 1:
+        total = tl.sum(total, axis=1)[None, :]
+        total_up = tl.sum(total_up, axis=1)[None, :]
+
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    inside = in_rows[:, None] & in_columns[None, :]
+    if SPLITS > 1:
+        plane = rows * columns  # the shares: [SPLITS, gate and up, M, N]
+        PLANES: tl.constexpr = 2 if GATED else 1
+        share_ptr = partial_ptr + split * PLANES * plane + place
+        tl.store(share_ptr, total, mask=inside)
+        if GATED:
+            tl.store(share_ptr + plane, total_up, mask=inside)
+        tl.debug_barrier()  # all threads' stores before the one thread's release
+        counter_ptr = counters_ptr + row_tile * tl.num_programs(0) + column_tile
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counter_ptr, 0)
+            total = tl.zeros([ROWS, COLUMNS], tl.float32)
+            total_up = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for share in tl.static_range(SPLITS):
+                share_ptr = partial_ptr + share * PLANES * plane + place
+                total += tl.load(share_ptr, mask=inside, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    total_up += tl.load(share_ptr + plane, mask=inside, other=0.0, cache_modifier=".cg")
+            _finish(y_ptr + place, total, total_up, bias_ptr, column, in_columns, inside, GATED, BIAS)
+    else:
+        _finish(y_ptr + place, total, total_up, bias_ptr, column, in_columns, inside, GATED, BIAS)
+
+
+@triton.jit
+def _add_product(total, x, weight, ROWS: tl.constexpr):
+    if ROWS == 1:
+        total += x.to(tl.float32) * weight.to(tl.float32)
+    else:
+        total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _finish(y_ptr, total, total_up, bias_ptr, column, in_columns, inside, GATED: tl.constexpr, BIAS: tl.constexpr):
+    if BIAS:
+        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    tl.store(y_ptr, total, mask=inside)
+
+
+@triton.jit
+def _prefetch(row_ptr, begin, end, in_columns, INNER: tl.constexpr, STEPS: tl.constexpr):
+    """Asks for the first steps of each of these rows to be brought into the L2 cache."""
+    start = begin + tl.arange(0, STEPS)[None, :] * INNER
+    ELEMENT_BYTES: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
+    elements = tl.where(in_columns[:, None], tl.minimum(tl.maximum(end - start, 0), INNER), 0)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [(row_ptr + start).to(tl.int64), elements * ELEMENT_BYTES // 16 * 16],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

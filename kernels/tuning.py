@@ -1,0 +1,29 @@
+"""What was measured to run fastest on a GPU, as a file for each: `tuning_NAME.json` beside this, written by `python -m benchmarks.tune`.
+
+    {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same}
+
+An entry serves up to that many rows, powers of two; where there is none, the library's product runs.
+"""
+
+import functools
+import json
+from importlib import resources
+
+import torch
+
+Table = dict[str, dict[str, dict[str, list[int]]]]
+
+
+def file_name(device_name: str) -> str:
+    """Of the table of a GPU, by the name that its driver gives."""
+    return f"tuning_{device_name.lower().replace(' ', '_')}.json"
+
+
+@functools.cache
+def table(device: torch.device) -> Table:
+    """Empty for a CPU and for a GPU that was not measured."""
+    if device.type != "cuda":
+        return {}
+    file = resources.files("kernels") / file_name(torch.cuda.get_device_name(device))
+    read: Table = json.loads(file.read_text()) if file.is_file() else {}
+    return read

@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from kernels.linear import Config, gated_linear, gated_linear_torch, gated_linear_triton, linear, linear_torch, linear_triton
+from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, randn
+
+KERNELS = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="tests the kernel beside its reference")
+# One row without tensor cores, tiles larger than the product, shares and tiles that are not full, several tiles of rows.
+CASES = [
+    (1, 40, 96, Config(1, 8, 64, 1, 4, 2, 1)),
+    (2, 48, 256, Config(1, 16, 64, 2, 4, 2, 2)),
+    (2, 48, 256, Config(1, 16, 128, 2, 4, 1, 0)),  # one step a share
+    (3, 33, 104, Config(16, 16, 32, 3, 4, 2, 1)),
+    (20, 64, 128, Config(32, 32, 32, 4, 4, 2, 1)),
+    (37, 70, 128, Config(16, 32, 64, 1, 4, 3, 2)),
+    (64, 128, 192, Config(64, 32, 64, 2, 4, 3, 0)),
+]
+
+
+@KERNELS
+@pytest.mark.parametrize("rows, columns, size, tuned", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_matches_float64(rows, columns, size, tuned, dtype, biased):
+    x, weight = randn(rows, size, seed=1, dtype=dtype), randn(columns, size, seed=2, dtype=dtype) / size**0.5
+    bias = randn(columns, seed=3, dtype=dtype) if biased else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert_near(linear_triton(x, weight, bias, tuned), expected, ulps=1, floor=2e-6)
+    assert_near(linear_torch(x, weight, bias), expected, ulps=1, floor=2e-6)
+
+
+@KERNELS
+@pytest.mark.parametrize("rows, columns, size, tuned", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_linear_matches_float64(rows, columns, size, tuned, dtype):
+    x, weight = randn(rows, size, seed=1, dtype=dtype), randn(2 * columns, size, seed=2, dtype=dtype) / size**0.5
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    expected = gate / (1 + (-gate).exp()) * up
+    assert_near(gated_linear_triton(x, weight, tuned), expected, ulps=1, floor=1e-5)
+    assert_near(gated_linear_torch(x, weight), expected, ulps=1, floor=1e-5)
+
+
+@KERNELS
+@pytest.mark.parametrize("strided", [False, True])
+def test_shares_are_added_in_one_order(strided):
+    x, weight = randn(8, 512, seed=1, dtype=torch.float16), randn(48, 256, seed=2, dtype=torch.float16)
+    x = x[:, 128:384] if strided else x[:, :256].contiguous()
+    tuned = Config(16, 16, 32, 4, 4, 2, 1)
+    first = linear_triton(x, weight, None, tuned)
+    assert_near(first / 16, (x.double() @ weight.double().T) / 16, ulps=1)
+    for _ in range(20 if ON_GPU else 1):  # leaves its counters at zero, too
+        assert linear_triton(x, weight, None, tuned).equal(first)
+
+
+def test_without_an_entry_the_library_computes():
+    x, weight, bias = randn(5, 32, seed=1), randn(24, 32, seed=2), randn(24, seed=3)
+    assert_near(linear(x, weight, bias), x.double() @ weight.double().T + bias, ulps=8)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    assert_near(gated_linear(x, weight), gate / (1 + (-gate).exp()) * up, ulps=16)
+    assert linear(torch.zeros(0, 32, device=DEVICE), weight).shape == (0, 24)
+
+
+@KERNELS
+def test_refuses_strided_weights():
+    with pytest.raises(ValueError, match="weight be contiguous"):
+        linear_triton(randn(1, 16, seed=1), randn(16, 16, seed=2).T, None, Config(16, 16, 16, 1, 4, 1, 0))
