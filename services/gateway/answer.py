@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +83,7 @@ class Answer:
     def __init__(
         self,
         choices: Sequence[Choice],
+        choices_per_prompt: int,
         wake: asyncio.Event,
         keep_alive_s: float,
         deadline: float,
@@ -93,46 +94,83 @@ class Answer:
         that got tokens, and how many; `on_sent`, whenever a delta has been used up, how many seconds its oldest token was here."""
         self.choices = choices
         self.deadline = deadline
+        self._choices_per_prompt = choices_per_prompt
         self._wake = wake
         self._keep_alive_s = keep_alive_s
         self._on_tokens, self._on_sent = on_tokens, on_sent
+        self._unsent: list[float] = []  # when the oldest tokens of the last deltas came
+        self._quiet_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def finished(self) -> bool:
+        """All choices have ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
     def usage(self) -> Usage:
-        """Prompts and completions of all choices, as far as they have come."""
+        """Prompts, each counted once, and the completions of all choices, as far as they have come."""
+        firsts = [choice.generation for choice in self.choices[:: self._choices_per_prompt]]
         return Usage(
-            prompt_tokens=sum(len(choice.generation.submit.prompt_ids) // 4 for choice in self.choices),
+            prompt_tokens=sum(len(generation.submit.prompt_ids) // 4 for generation in firsts),
             completion_tokens=sum(choice.completion_tokens for choice in self.choices),
-            cached_tokens=sum(choice.generation.cached_tokens for choice in self.choices),
+            cached_tokens=sum(generation.cached_tokens for generation in firsts),
         )
 
-    async def deltas(self) -> AsyncIterator[Delta | None]:
-        """All that comes, until every choice has finished; None when nothing came for `keep_alive_s`.
+    async def next(self) -> list[Delta]:
+        """What comes next, of one choice or of several; nothing when nothing came for `keep_alive_s`.
 
-        Raises the RequestError that ended a generation, or TimedOut.
+        Raises the RequestError that ended a generation, or TimedOut. Not to be called when all have finished.
         """
+        self._sent()
         loop = asyncio.get_running_loop()
-        while any(choice.finish_reason is None for choice in self.choices):
-            wait_until = min(loop.time() + self._keep_alive_s, self.deadline)
-            try:
-                async with asyncio.timeout_at(wait_until):
-                    await self._wake.wait()
-            except TimeoutError:
-                if loop.time() >= self.deadline:
-                    raise TimedOut("the request took too long") from None
-                yield None
-                continue
+        self._quiet_since = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_at(self._due, self._on_timer)
+        while True:
+            await self._wake.wait()
             self._wake.clear()
-            for choice in self.choices:
-                before = choice.completion_tokens
-                delta = choice.advance()
-                if choice.completion_tokens > before:
-                    self._on_tokens(choice.index, choice.completion_tokens - before)
-                if delta:
-                    yield delta
-                    self._on_sent(time.monotonic() - choice.generation.arrived_at)
+            if loop.time() >= self.deadline:
+                raise TimedOut("the request took too long")
+            deltas = [delta for choice in self.choices if (delta := self._advance(choice))]
+            if deltas or loop.time() >= self._due:
+                return deltas
 
     def close(self) -> None:
         """Cancels what has not finished."""
+        self._sent()
+        if self._timer is not None:
+            self._timer.cancel()
         for choice in self.choices:
             choice.generation.close()
+
+    def _advance(self, choice: Choice) -> Delta | None:
+        before, arrived_at = choice.completion_tokens, choice.generation.arrived_at
+        delta = choice.advance()
+        if choice.completion_tokens > before:
+            self._on_tokens(choice.index, choice.completion_tokens - before)
+        if delta:
+            self._unsent.append(arrived_at)
+        return delta
+
+    def _sent(self) -> None:
+        if self._unsent:
+            now = time.monotonic()
+            for arrived_at in self._unsent:
+                self._on_sent(now - arrived_at)
+            self._unsent.clear()
+
+    @property
+    def _due(self) -> float:
+        """When the wait ends though nothing came."""
+        return min(self._quiet_since + self._keep_alive_s, self.deadline)
+
+    def _on_timer(self) -> None:
+        """One timer for the whole answer, which moves on when it rings too early: one for each wait would cost as much as a token."""
+        loop = asyncio.get_running_loop()
+        now, due = loop.time(), self._due
+        if now >= due:
+            self._wake.set()
+            due = min(now + self._keep_alive_s, self.deadline)
+        if now < self.deadline:
+            self._timer = loop.call_at(due, self._on_timer)

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,9 +11,12 @@ from services.gateway.answer import Answer, Delta
 from services.gateway.chat.template import Message, encode_chat
 from services.gateway.model import Model
 from services.gateway.openai import service
+from services.gateway.openai.answering import chunk_ending, chunk_opening, head, respond, usage
 from services.gateway.openai.schemas import ChatMessage, ChatRequest, ToolCall
-from services.gateway.openai.service import JSON, Gateway
-from services.gateway.openai.validation import check_chat, parse
+from services.gateway.openai.service import JSON
+from services.gateway.openai.sse import event, to_json
+from services.gateway.openai.submission import submits
+from services.gateway.openai.validation import check_chat
 
 router = APIRouter()
 
@@ -21,15 +24,11 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation."""
-    gateway = Gateway.of(request)
-    body = parse(ChatRequest, await service.read_body(request))
-    check_chat(body)
-    gateway.accept(body, request)
-    model = gateway.scheduler.ready_model
+    gateway, body, model = await service.opened(request, ChatRequest, check_chat)
     ids = await gateway.in_thread(request, encode_chat, model.tokenizer, [template_message(message) for message in body.messages])
     max_tokens = body.max_completion_tokens or body.max_tokens
-    messages = service.submits(body, model, [ids], max_tokens, "messages", request)
-    return await service.respond(request, body, model, messages, ChatFormat(body, model))
+    messages = submits(body, model, [ids], max_tokens, "messages", request)
+    return await respond(request, body, model, messages, ChatFormat(body, model))
 
 
 def template_message(message: ChatMessage) -> Message:
@@ -59,8 +58,12 @@ class ChatFormat:
     prompt_field = "messages"
 
     def __init__(self, body: ChatRequest, model: Model) -> None:
+        self._choices = body.n
         self._include_usage = body.include_usage
-        self._head = service.head("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body, model)
+        self._head = head("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body, model)
+        self._opening = chunk_opening(self._head)
+        self._ending = chunk_ending(self._include_usage)
+        self._begun = False
 
     def body(self, answer: Answer, texts: Sequence[str]) -> JSON:
         """The whole answer."""
@@ -73,26 +76,26 @@ class ChatFormat:
             }
             for choice, text in zip(answer.choices, texts, strict=True)
         ]
-        return {**self._head, "choices": choices, "usage": service.usage(answer)}
+        return {**self._head, "choices": choices, "usage": usage(answer)}
 
-    async def chunks(self, deltas: AsyncIterator[Delta | None], answer: Answer) -> AsyncIterator[JSON | None]:
+    def events(self, delta: Delta) -> str:
         """First the role of each choice, then its text, then how it finished."""
-        begun = False
-        async for delta in deltas:
-            if delta is None:
-                yield None
-                continue
-            if not begun:
-                begun = True
-                for choice in answer.choices:
-                    yield self._chunk(choice.index, {"role": "assistant", "content": "", "refusal": None})
-            if delta.text:
-                yield self._chunk(delta.index, {"content": delta.text})
-            if delta.finish_reason:
-                yield self._chunk(delta.index, {}, delta.finish_reason)
-        if self._include_usage:
-            yield {**self._head, "choices": [], "usage": service.usage(answer)}
+        events = ""
+        if not self._begun:
+            self._begun = True
+            for index in range(self._choices):
+                events += self._chunk(index, '{"role":"assistant","content":"","refusal":null}')
+        if delta.text:
+            events += self._chunk(delta.index, f'{{"content":{to_json(delta.text)}}}')
+        if delta.finish_reason:
+            events += self._chunk(delta.index, "{}", delta.finish_reason)
+        return events
 
-    def _chunk(self, index: int, delta: JSON, finish_reason: str | None = None) -> JSON:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._include_usage else {})}
+    def closing(self, answer: Answer) -> str:
+        """The usage, where it is asked for."""
+        return event(to_json({**self._head, "choices": [], "usage": usage(answer)})) if self._include_usage else ""
+
+    def _chunk(self, index: int, delta: str, finish_reason: str | None = None) -> str:
+        """delta: JSON."""
+        choice = f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":{to_json(finish_reason)}}}'
+        return event(f"{self._opening}{choice}{self._ending}")

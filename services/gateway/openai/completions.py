@@ -1,6 +1,6 @@
 """POST /v1/completions, the legacy endpoint."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,9 +10,12 @@ from services.gateway.answer import Answer, Delta
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import Model
 from services.gateway.openai import service
+from services.gateway.openai.answering import chunk_ending, chunk_opening, head, respond, usage
 from services.gateway.openai.schemas import CompletionRequest
-from services.gateway.openai.service import JSON, Gateway
-from services.gateway.openai.validation import check_completion, parse
+from services.gateway.openai.service import JSON
+from services.gateway.openai.sse import event, to_json
+from services.gateway.openai.submission import submits
+from services.gateway.openai.validation import check_completion
 from services.gateway.text.tokenizer import TextTokenizer
 
 router = APIRouter()
@@ -21,14 +24,10 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
     """Continues one or several prompts."""
-    gateway = Gateway.of(request)
-    body = parse(CompletionRequest, await service.read_body(request))
-    check_completion(body)
-    gateway.accept(body, request)
-    model = gateway.scheduler.ready_model
+    gateway, body, model = await service.opened(request, CompletionRequest, check_completion)
     prompts = await gateway.in_thread(request, _encode, model.tokenizer, body.prompts)
-    messages = service.submits(body, model, prompts, body.max_tokens, "prompt", request)
-    return await service.respond(request, body, model, messages, CompletionFormat(body, model))
+    messages = submits(body, model, prompts, body.max_tokens, "prompt", request)
+    return await respond(request, body, model, messages, CompletionFormat(body, model))
 
 
 def _encode(tokenizer: TextTokenizer, prompts: list[str] | list[list[int]]) -> list[list[int]]:
@@ -45,24 +44,24 @@ class CompletionFormat:
 
     def __init__(self, body: CompletionRequest, model: Model) -> None:
         self._include_usage = body.include_usage
-        self._head = service.head("cmpl", "text_completion", body, model)
+        self._head = head("cmpl", "text_completion", body, model)
+        self._opening = chunk_opening(self._head)
+        self._ending = chunk_ending(self._include_usage)
 
     def body(self, answer: Answer, texts: Sequence[str]) -> JSON:
         """The whole answer."""
-        choices = [_choice(choice.index, text, choice.finish_reason) for choice, text in zip(answer.choices, texts, strict=True)]
-        return {**self._head, "choices": choices, "usage": service.usage(answer)}
+        choices = [
+            {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
+            for choice, text in zip(answer.choices, texts, strict=True)
+        ]
+        return {**self._head, "choices": choices, "usage": usage(answer)}
 
-    async def chunks(self, deltas: AsyncIterator[Delta | None], answer: Answer) -> AsyncIterator[JSON | None]:
+    def events(self, delta: Delta) -> str:
         """Text as it comes; the last of each choice says how it finished."""
-        async for delta in deltas:
-            if delta is None:
-                yield None
-                continue
-            choice = _choice(delta.index, delta.text, delta.finish_reason)
-            yield {**self._head, "choices": [choice], **({"usage": None} if self._include_usage else {})}
-        if self._include_usage:
-            yield {**self._head, "choices": [], "usage": service.usage(answer)}
+        reason = to_json(delta.finish_reason)
+        choice = f'{{"index":{delta.index},"text":{to_json(delta.text)},"logprobs":null,"finish_reason":{reason}}}'
+        return event(f"{self._opening}{choice}{self._ending}")
 
-
-def _choice(index: int, text: str, finish_reason: str | None) -> JSON:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def closing(self, answer: Answer) -> str:
+        """The usage, where it is asked for."""
+        return event(to_json({**self._head, "choices": [], "usage": usage(answer)})) if self._include_usage else ""

@@ -90,11 +90,17 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-class GenerationRequest(Body):
-    """What both endpoints take."""
+class ModelRequest(Body):
+    """What every route with a body takes."""
+
+    model: Annotated[str, Field(min_length=1)] | None = None
+    stream: bool = False
+
+
+class GenerationRequest(ModelRequest):
+    """What both endpoints of generation take."""
 
     model: str = Field(min_length=1)
-    stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -112,11 +118,14 @@ class GenerationRequest(Body):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field([], max_length=MAX_STOP_IDS)
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Prefixes in the cache are shared among requests of the same salt only."
+    )
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     # Taken without effect
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], _at_most(MAX_METADATA)] = {}
     # Refused unless neutral: see NEUTRAL in validation.py
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=2)
@@ -175,7 +184,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: str = ""
-    best_of: int = Field(1, ge=0, le=20)
+    best_of: int | None = Field(None, ge=0, le=20)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

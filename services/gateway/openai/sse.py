@@ -3,14 +3,14 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.answer import Answer
+from services.gateway.answer import Answer, Delta
 from services.gateway.errors import ClientGone, RequestError
 from services.gateway.openai.errors import body_of
 
@@ -24,9 +24,27 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx woul
 T = TypeVar("T")
 
 
-def event(data: object) -> bytes:
-    """One event. ASCII, since some clients split lines at U+2028 and its like."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, since some clients split lines at U+2028 and its like
+
+
+def event(data: str) -> str:
+    """One event of JSON text."""
+    return f"data: {data}\n\n"
+
+
+class Format(Protocol):
+    """How an endpoint writes its answers."""
+
+    prompt_field: str
+
+    def body(self, answer: Answer, texts: Sequence[str]) -> dict[str, Any]:
+        """The whole answer; `texts` of its choices."""
+
+    def events(self, delta: Delta) -> str:
+        """The events of what is new."""
+
+    def closing(self, answer: Answer) -> str:
+        """The events after the end of all choices."""
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
@@ -49,18 +67,20 @@ async def _client_leaves(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends chunks as they come: None becomes a comment, an error the last event. Only a stream that ended well says `[DONE]`.
+    """Sends what comes as events: a comment when nothing did, an error as the last event. Only a stream that ended well says `[DONE]`.
 
     Closes the answer, whatever happens.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any] | None], answer: Answer, request: Request) -> None:
+    def __init__(self, first: list[Delta], answer: Answer, form: Format, request: Request) -> None:
+        """first: what has come already."""
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._first = first
         self._answer = answer
+        self._form = form
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,19 +97,22 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for frame in self._frames():
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _frames(self) -> AsyncIterator[bytes]:
         try:
-            async for chunk in self._chunks:
-                yield KEEP_ALIVE if chunk is None else event(chunk)
+            await self._send_deltas(send)
+            last = self._form.closing(self._answer).encode() + DONE
         except ClientGone:
             raise
         except Exception as error:  # the edge of the service: whatever broke, the stream ends with an event
             request_id = self._request.state.request_id
             logger.warning("request %s broke off: %s", request_id, error, exc_info=not isinstance(error, RequestError))
-            yield event(body_of(error))
-        else:
-            yield DONE
+            last = event(to_json(body_of(error))).encode()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_deltas(self, send: Send) -> None:
+        deltas = self._first
+        while True:
+            frames = "".join(map(self._form.events, deltas)).encode() if deltas else KEEP_ALIVE
+            await send({"type": "http.response.body", "body": frames, "more_body": True})
+            if self._answer.finished:
+                return
+            deltas = await self._answer.next()

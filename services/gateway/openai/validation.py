@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.openai.schemas import Body, ChatRequest, CompletionRequest, GenerationRequest
+from services.gateway.openai.schemas import MAX_CHOICES, Body, ChatRequest, CompletionRequest, GenerationRequest
 
 B = TypeVar("B", bound=Body)
 
@@ -34,8 +34,6 @@ LENGTH_CODES = {  # by pydantic's error type and kind of container
 
 # Fields that are not served yet are refused unless they ask for what happens anyway.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "n": (1,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
@@ -106,8 +104,14 @@ def check_chat(body: ChatRequest) -> None:
 def check_completion(body: CompletionRequest) -> None:
     """Rules of several fields of a legacy request. Raises InvalidRequest."""
     _check_common(body)
-    if body.best_of < body.n:
+    if body.best_of is not None and body.best_of < body.n:
         raise InvalidRequest("best_of must be at least n", "best_of")
+    if body.best_of is not None and body.best_of > body.n:
+        raise InvalidRequest("best_of larger than n is not supported", "best_of", "unsupported_value")
+    if len(body.prompts) * body.n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(body.prompts)} prompts and n={body.n}: at most {MAX_CHOICES} choices in all", "n", "integer_above_max_value"
+        )
     _refuse_unsupported(body)
 
 

@@ -133,14 +133,13 @@ class ScriptedScheduler(GenerationServicer):
                     outbox.put(GenerationSessionResponse(welcome=welcome))
                 elif request.HasField("submit"):
                     self.submits.append(request.submit)
-                    players[request.submit.request] = asyncio.create_task(self._play(request.submit, outbox))
+                    players[request.submit.request] = asyncio.create_task(self._play(request.submit, self.script(request.submit), outbox))
                     cleanup.callback(players[request.submit.request].cancel)
                 elif request.HasField("cancel"):
                     self.cancels.append(request.cancel)
                     players[request.cancel.request].cancel()
 
-    async def _play(self, submit: Submit, outbox: Outbox) -> None:
-        script = self.script(submit)
+    async def _play(self, submit: Submit, script: Script, outbox: Outbox) -> None:
         name = {"request": submit.request, "attempt": submit.attempt}
         if script.rejected is not None:
             rejected = Rejected(**name, reason=script.rejected, detail=script.detail, retry_after_ms=script.retry_after_ms)

@@ -266,3 +266,39 @@ async def test_sec_08_logs_hold_no_text(stack: Stack, caplog: pytest.LogCaptureF
     assert not any("\n" in line or "capital" in line or "hello" in line for line in lines)
     assert response.headers["x-request-id"]  # which every line has as a field: tests/e2e
     assert any("tokens of tiny" in line for line in lines)
+
+
+async def test_api_09_n_choices(stack: Stack) -> None:
+    stack.says("hello", cached_tokens=3)
+    for ask in (stack.chat, stack.complete):
+        whole = (await ask(n=3, seed=5)).json()
+        single = len(stack.scheduler.prompts[-1])
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+        completion = 3 * (len(stack.encode("hello")) + 1)
+        usage = whole["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (single, completion)
+        assert usage["prompt_tokens_details"]["cached_tokens"] <= single
+    assert {choice["message"]["content"] for choice in (await stack.chat(n=3, temperature=0)).json()["choices"]} == {"hello"}
+    stack.scheduler.submits.clear()
+    await stack.complete(prompt=[[5], [6]], n=2)
+    assert stack.scheduler.prompts == [[5], [5], [6], [6]]
+
+
+async def test_smp_03_seeds_of_choices_differ_and_come_again(stack: Stack) -> None:
+    stack.says("x")
+    for fields in ({"n": 4, "seed": 3}, {"n": 4, "seed": 3}, {"n": 1, "seed": 3}, {"n": 2, "seed": 4}, {"n": 2}, {"n": 2}):
+        await stack.chat(**fields)
+    seeds = [submit.sampling.seed for submit in stack.scheduler.submits]
+    first, second, alone, other = seeds[:4], seeds[4:8], seeds[8], seeds[9:11]
+    assert len(set(first)) == 4
+    assert first == second
+    assert (first[0], alone, other[0]) == (3, 3, 4)
+    assert other[1] not in first
+    assert len(set(seeds[11:])) == 4
+
+
+async def test_cache_salt_reaches_the_scheduler(stack: Stack) -> None:
+    stack.says("x")
+    await stack.chat(cache_salt="mine")
+    await stack.chat()
+    assert [(submit.HasField("cache_salt"), submit.cache_salt) for submit in stack.scheduler.submits] == [(True, "mine"), (False, "")]

@@ -8,8 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests.processes import eventually_async
 from tests.services.gateway.conftest import EOS, Stack, events
-from tests.services.gateway.scripted_scheduler import ERROR
+from tests.services.gateway.scripted_scheduler import ERROR, LENGTH, Script
 
 
 async def test_str_02_chunks_and_whole_answer_agree(stack: Stack) -> None:
@@ -160,3 +161,68 @@ async def test_ignored_eos_does_not_hold_text_back(stack: Stack) -> None:
     async with stack.http.stream("POST", "/v1/completions", json=body) as response:
         first = await anext(response.aiter_lines())
         assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "hello"
+
+
+async def test_str_05_choices_side_by_side(stack: Stack) -> None:
+    """They end in the order 2, 0, 1; each has its own role, text and end."""
+    ids, gates = stack.encode("hello, world"), [asyncio.Event() for _ in range(3)]
+
+    def script(submit: Any) -> Script:
+        index = len(stack.scheduler.submits) - 1
+        return Script([ids[: 2 + index], gates[index], ids[2 + index :], [EOS]]) if index else Script([ids[:2], gates[0]], LENGTH)
+
+    stack.scheduler.script = script
+    body = {"model": "tiny", "stream": True, "n": 3, "messages": [{"role": "user", "content": "hi"}], "seed": 1}
+    chunks: list[dict[str, Any]] = []
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.aiter_lines()
+        for gate, index in ((2, 2), (0, 0), (1, 1)):
+            gates[gate].set()
+            async for line in lines:
+                if line.startswith("data: {"):
+                    chunks.append(json.loads(line.removeprefix("data: ")))
+                    choice = chunks[-1]["choices"][0]
+                    if choice["finish_reason"]:
+                        assert choice["index"] == index
+                        break
+        assert [line async for line in lines if line] == ["data: [DONE]"]
+    assert [chunk["choices"][0]["index"] for chunk in chunks[:3]] == [0, 1, 2]
+    texts = []
+    for index in range(3):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert ["role" in choice["delta"] for choice in own] == [True] + [False] * (len(own) - 1)
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop" if index else "length"]
+        texts.append("".join(choice["delta"].get("content", "") for choice in own))
+    assert texts[1:] == ["hello, world"] * 2
+    assert "hello, world".startswith(texts[0])
+
+
+async def test_str_03_usage_of_two_choices(stack: Stack) -> None:
+    """Three tokens a step; one ends by a stop string, one by length."""
+    texts = {}
+
+    def script(submit: Any) -> Script:
+        text = texts.setdefault(submit.sampling.seed, "hello, world ends here" if not texts else "a b c d e f g h i j k l m n o p")
+        ids = stack.encode(text)
+        return Script([*(ids[start : start + 3] for start in range(0, len(ids), 3)), [EOS]], cached_tokens=2)
+
+    stack.scheduler.script = script
+    fields = {"n": 2, "seed": 1, "stop": "ends", "max_tokens": 12}
+    whole = (await stack.chat(**fields)).json()
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "length"]
+    chunks = await stack.chat_events(stream_options={"include_usage": True}, **fields)
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+    for index, choice in enumerate(whole["choices"]):
+        own = [chunk["choices"][0]["delta"] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == index]
+        assert "".join(delta.get("content", "") for delta in own) == choice["message"]["content"]
+
+
+async def test_can_04_all_choices_are_cancelled(stack: Stack) -> None:
+    never = asyncio.Event()
+    stack.plays(stack.encode("hello"), never)
+    body = {"model": "tiny", "stream": True, "n": 4, "messages": [{"role": "user", "content": "hi"}]}
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        await anext(response.aiter_lines())
+    await eventually_async(lambda: len(stack.scheduler.cancels) == 4)
+    assert {cancel.request for cancel in stack.scheduler.cancels} == {submit.request for submit in stack.scheduler.submits}

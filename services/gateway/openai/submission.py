@@ -1,0 +1,86 @@
+"""A checked request becomes messages to the scheduler: one for each choice of each prompt."""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.model import Model
+from services.gateway.openai.schemas import GenerationRequest
+from shared.protocol.generation_pb2 import Sampling, Submit
+from shared.protocol.plan import ids_to_bytes
+
+
+def submits(
+    body: GenerationRequest, model: Model, prompts: Sequence[list[int]], max_tokens: int | None, param: str, request: Request
+) -> list[Submit]:
+    """The messages, prompt by prompt. `max_tokens` None: to the end of the context.
+
+    Raises InvalidRequest, of `param` where a prompt does not fit.
+    """
+    _check_ids("stop_token_ids", body.stop_token_ids, model)
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    samplings = [_sampling(body, choice_seed(seed, index)) for index in range(body.n)]
+    messages = []
+    for prompt in prompts:
+        _check_ids(param, prompt, model)
+        wanted = _completion_tokens(body, model, prompt, max_tokens, param)
+        messages += [
+            Submit(
+                request_id=request.state.request_id,
+                prompt_ids=ids_to_bytes(prompt),
+                sampling=sampling,
+                max_tokens=wanted,
+                min_tokens=body.min_tokens,
+                ignore_eos=body.ignore_eos,
+                stop_token_ids=ids_to_bytes(body.stop_token_ids),
+                deadline_ms=max(int((request.state.deadline - asyncio.get_running_loop().time()) * 1000), 1),
+                tenant=request.state.tenant or None,
+                cache_salt=_cache_salt(request.state.tenant, body.cache_salt),
+            )
+            for sampling in samplings
+        ]
+    return messages
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of a choice of a request with this seed, int64. The first has the request's own, as if it were alone."""
+    if not index:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _cache_salt(tenant: str, salt: str | None) -> str | None:
+    """What prefixes must have in common to be shared: of tenants, which share none, only the rest is for the client to choose."""
+    return f"{tenant}/{salt or ''}" if tenant else salt
+
+
+def _sampling(body: GenerationRequest, seed: int) -> Sampling:
+    sampling = Sampling(temperature=body.temperature, top_p=body.top_p, min_p=body.min_p, seed=seed)
+    if body.top_k > 0:
+        sampling.top_k = body.top_k
+    return sampling
+
+
+def _completion_tokens(body: GenerationRequest, model: Model, prompt: list[int], max_tokens: int | None, param: str) -> int:
+    """How many tokens to ask for. Raises InvalidRequest when the context has no room for them."""
+    room = model.max_length - len(prompt)
+    wanted = room if max_tokens is None else max_tokens
+    if room < (1 if max_tokens is None else max_tokens):
+        asked = f"{len(prompt)} tokens of prompt" + (f" and {wanted} of completion" if max_tokens else "")
+        message = f"this model's context has {model.max_length} tokens, you asked for {asked}"
+        raise InvalidRequest(message, param, "context_length_exceeded")
+    if body.min_tokens > wanted:
+        raise InvalidRequest(f"min_tokens={body.min_tokens} is more than the {wanted} tokens at most", "min_tokens", "invalid_value")
+    return wanted
+
+
+def _check_ids(param: str, ids: list[int], model: Model) -> None:
+    """Raises InvalidRequest for an id that has no row in the model's embedding."""
+    if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
+        bad = next(each for each in ids if not 0 <= each < model.vocab_size)
+        raise InvalidRequest(f"token id {str(bad)[:50]} is not from 0 to {model.vocab_size - 1}", param, "invalid_value")
