@@ -20,6 +20,7 @@ from shared.errors import LockstepError, ProtocolError
 from shared.protocol import execution_pb2 as pb
 from shared.protocol import files
 from shared.protocol.execution_pb2_grpc import ExecutionStub
+from shared.protocol.logprobs import logprobs_from_bytes
 from shared.protocol.plan import Limits, Plan, encode, ids_from_bytes
 from shared.rpc import PROTOCOL_VERSION, Outbox, StreamEnded, channel, check_version, received
 
@@ -256,4 +257,5 @@ def _step_result(result: pb.PlanResult) -> StepResult:
         start_us=result.start_us,
         end_us=result.end_us,
         idle_us=result.idle_us,
+        logprobs=logprobs_from_bytes(result.logprobs),
     )

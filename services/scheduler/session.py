@@ -10,6 +10,7 @@ from shared.rpc import Outbox
 
 COALESCE_S = 0.002
 MAX_UNSENT_BATCHES = 8  # a gateway that reads slowly gets fewer, larger batches
+MAX_BATCH_LOGPROBS = 16_384  # tokens of a batch that come with log-probabilities: 2.8 MB
 MAX_UPDATED_REQUESTS = 100_000  # one that does not read at all, but goes on to ask, is dropped
 
 
@@ -73,26 +74,51 @@ class GatewaySession:
             self._send()
 
     def _send(self) -> None:
-        batch = TokenBatch()
+        batch, room = TokenBatch(), MAX_BATCH_LOGPROBS
+        later: dict[Request, None] = {}
         for request in self._updated:
-            _add(batch, request)
+            room, whole = _add(batch, request, room)
+            if not whole:
+                later[request] = None
         for number, attempt, rejected in self._rejected:
             _add_rejected(batch, number, attempt, rejected)
-        self._updated.clear()
+        self._updated = later
         self._rejected.clear()
         self._urgent = False
         self._last_batch_at = self._clock()
         self.outbox.put(GenerationSessionResponse(batch=batch))
+        if later and self._timer is None:
+            self._arm_timer()
 
 
-def _add(batch: TokenBatch, request: Request) -> None:
+def _add(batch: TokenBatch, request: Request, room: int) -> tuple[int, bool]:
+    """room: for tokens with log-probabilities; what does not fit is left for the next batch.
+
+    Returns the room that remains, and whether all is in the batch.
+    """
     number, attempt, tokens = request.key.request, request.attempt, len(request.output)
-    cached = request.cached_tokens or 0
-    if tokens > request.sent:
-        news = batch.tokens.add(request=number, attempt=attempt, first_index=request.sent, ids=request.output[request.sent :].tobytes())
+    cached, scores = request.cached_tokens or 0, request.scores
+    end = tokens
+    if scores is not None:
+        if len(scores.prompt) and room:
+            before = len(scores.prompt)
+            first, values = scores.send_prompt(room)
+            room -= before - len(scores.prompt)
+            batch.tokens.add(request=number, attempt=attempt, first_index=request.sent, prompt_logprobs=values, first_position=first)
+        if len(scores.prompt):
+            return room, False
+        if scores.top is not None:
+            end = min(tokens, request.sent + room)
+            room -= end - request.sent
+    if end > request.sent:
+        news = batch.tokens.add(request=number, attempt=attempt, first_index=request.sent, ids=request.output[request.sent : end].tobytes())
         if request.sent == request.resumed_at:
             news.cached_tokens = cached
-        request.sent = tokens
+        if scores is not None and scores.top is not None:
+            news.logprobs.CopyFrom(scores.send_completion(end - request.sent))
+        request.sent = end
+    if end < tokens:
+        return room, False
     match request.end:
         case Finished(reason, detail):
             batch.finished.add(
@@ -100,6 +126,7 @@ def _add(batch: TokenBatch, request: Request) -> None:
             )
         case Rejected() as rejected:
             _add_rejected(batch, number, attempt, rejected)
+    return room, True
 
 
 def _add_rejected(batch: TokenBatch, number: int, attempt: int, rejected: Rejected) -> None:
