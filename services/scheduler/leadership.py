@@ -12,8 +12,9 @@ from shared.errors import LockstepError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
-# An honest peer is ahead by the takeovers that we have missed. This keeps one that is not from raising ours to the end of its range.
-MAX_RISE = 1 << 32
+# An honest peer is ahead by the takeovers that we have missed. These keep one that is not from raising ours to the end of its range;
+# what gateways have raised ours to, a scheduler that begins anew can still take over from the workers.
+MAX_RISE_BY_GATEWAY, MAX_RISE_BY_WORKER = 1 << 32, 1 << 48
 
 
 class SteppedDown(LockstepError):
@@ -87,18 +88,18 @@ class Leadership:
         Raises SteppedDown, or ProtocolError when they cannot be true.
         """
         ours = highest_epoch == self.epoch and self._stream > 0  # else it is one of the same number before us
-        if highest_epoch > self.epoch or (highest_epoch == self.epoch and not ours) or highest_stream > self._stream + MAX_RISE:
-            await self._rise(highest_epoch + 1, "a worker")
+        if highest_epoch > self.epoch or (highest_epoch == self.epoch and not ours) or highest_stream > self._stream + MAX_RISE_BY_WORKER:
+            await self._rise(highest_epoch + 1, MAX_RISE_BY_WORKER, "a worker")
         self._stream = max(self._stream, highest_stream if highest_epoch == self.epoch else 0) + 1
         return self.epoch, self._stream
 
     async def shown(self, epoch: int) -> None:
         """A gateway has seen `epoch` of some scheduler: ours must not be below, or it ignores us. Raises as `next_stream`."""
         if epoch > self.epoch:
-            await self._rise(epoch + 1, "a gateway")
+            await self._rise(epoch + 1, MAX_RISE_BY_GATEWAY, "a gateway")
 
-    async def _rise(self, epoch: int, whose: str) -> None:
-        if epoch > self.epoch + MAX_RISE:
+    async def _rise(self, epoch: int, most: int, whose: str) -> None:
+        if epoch > self.epoch + most:
             raise ProtocolError(f"{whose} has seen epoch {epoch - 1}, ours is {self.epoch}: that cannot be; restart it")
         async with self._rising:
             if epoch > self.epoch:
