@@ -25,7 +25,7 @@ def advance(
     samples: Tensor,
 ) -> Tensor:
     """By slot, in place: length and last_token `[S]` int32, done `[S]` bool; read: max_length `[S]` int32, ignore_eos `[S]` bool,
-    stop_ids `[S, M]` int32 (negative where unused); eos_ids `[E]` int32, E at least 1.
+    stop_ids `[S, M]` int32 (negative where unused); eos_ids `[E]` int32.
 
     By row: slots `[B]` int32 or int64, of which only done ones may come twice; lengths `[B]` int32, tokens now in the cache;
     tokens `[B]` int32, sampled, negative for a failed row; samples `[B]` bool: the row yields its token.
@@ -79,7 +79,7 @@ def advance_triton(
         _kernel[(triton.cdiv(rows, ROWS),)](
             length, last_token, done, max_length, ignore_eos, stop_ids, eos_ids, slots, lengths, tokens, samples, ids,
             rows, len(eos_ids), stop_ids.shape[1],
-            ROWS, triton.next_power_of_2(len(eos_ids)), triton.next_power_of_2(stop_ids.shape[1]),
+            ROWS, triton.next_power_of_2(max(len(eos_ids), 1)), triton.next_power_of_2(stop_ids.shape[1]),
             num_warps=1, **pdl_options(length.device),
         )  # fmt: skip
     return ids

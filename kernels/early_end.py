@@ -21,7 +21,7 @@ def forbid_early_end(
     """Sets logits `[B, L]`, of the vocabulary ids from `first` on, to -inf in place, where `lengths[b] < min_length[slots[b]]`.
 
     min_length `[S]` int32, ignore_eos `[S]` bool: only stop ids end the slot's row; stop_ids `[S, M]` int32 (negative where unused);
-    eos_ids `[E]` int32, E at least 1; slots `[B]` int32 or int64, lengths `[B]` int32, tokens now in the cache. A NaN stays one.
+    eos_ids `[E]` int32; slots `[B]` int32 or int64, lengths `[B]` int32, tokens now in the cache. A NaN stays one.
     Raises ValueError if the logits of a row are not contiguous.
     """
     if logits.stride(1) != 1:
@@ -65,7 +65,7 @@ def forbid_early_end_triton(
     if rows:
         _kernel[(rows,)](
             logits, min_length, ignore_eos, stop_ids, eos_ids, slots, lengths, logits.stride(0), columns, first,
-            len(eos_ids), stop_ids.shape[1], triton.next_power_of_2(len(eos_ids)), triton.next_power_of_2(stop_ids.shape[1]),
+            len(eos_ids), stop_ids.shape[1], triton.next_power_of_2(max(len(eos_ids), 1)), triton.next_power_of_2(stop_ids.shape[1]),
             num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ def bools(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("implementation", implementations(advance_torch, advance_triton))
 @pytest.mark.parametrize("rows", [0, 1, 17, 37])
-@pytest.mark.parametrize("eos", [[3], [3, 9, 4]])
+@pytest.mark.parametrize("eos", [[], [3], [3, 9, 4]])
 def test_advance_matches_a_loop_over_rows(implementation, rows, eos):
     length, last_token = integers(0, 30, SLOTS, seed=1), integers(0, 20, SLOTS, seed=2)
     done, ignore_eos = bools(SLOTS, seed=3), bools(SLOTS, seed=4)

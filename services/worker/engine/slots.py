@@ -6,8 +6,10 @@ S slots, A admissions, B rows.
 import torch
 from torch import Tensor
 
+from kernels.advance import advance
+from kernels.early_end import forbid_early_end
 from services.worker.engine.sampling import Sampling
-from shared.protocol.plan import ADMISSION, MAX_STOP_IDS, NO_STOP_ID, NO_TOKEN, SlotFlag
+from shared.protocol.plan import ADMISSION, MAX_STOP_IDS, NO_STOP_ID, SlotFlag
 
 _COLUMN = {name: offset // 4 for name, (_, offset) in ((name, ADMISSION.fields[name][:2]) for name in ADMISSION.names or ())}  # type: ignore[index]
 
@@ -73,14 +75,7 @@ class Slots:
 
         logits `[B, L]`: of the vocabulary ids from `first` on.
         """
-        early = (lengths < self.min_length[slots])[:, None]
-        eos = self.eos_ids.expand(len(slots), -1).masked_fill(self.ignore_eos[slots][:, None], NO_STOP_ID)
-        ends = torch.cat((eos, self.stop_ids[slots]), dim=1).long()
-        columns = ends - first
-        forbidden = early & (ends != NO_STOP_ID) & (columns >= 0) & (columns < logits.shape[1])
-        # The least of the logit and +-inf: fixed shapes, so no wait for the device, and a NaN stays one.
-        bounds = torch.full_like(ends, torch.inf, dtype=logits.dtype).masked_fill_(forbidden, -torch.inf)
-        logits.scatter_reduce_(1, columns.clamp(0, logits.shape[1] - 1), bounds, "amin")
+        forbid_early_end(logits, self.min_length, self.ignore_eos, self.stop_ids, self.eos_ids, slots, lengths, first)
 
     def sampling(self, slots: Tensor, positions: Tensor) -> Sampling:
         """How rows are sampled; a row's noise depends on its seed and the position `[B]` of the token in its sequence only."""
@@ -91,13 +86,16 @@ class Slots:
 
         Returns ids `[B]` int32: the token, -1 where the row was done or yields none, -2 where its logits were not finite.
         """
-        alive = ~self.done[slots]
-        failed = alive & (tokens < 0)
-        took = alive & samples & ~failed
-        ends = (tokens[:, None] == self.eos_ids).any(dim=1) & ~self.ignore_eos[slots]
-        ends |= (tokens[:, None] == self.stop_ids[slots]).any(dim=1)
-        ends |= lengths + 1 >= self.max_length[slots]
-        self.length[slots] = lengths.where(alive, self.length[slots])
-        self.last_token[slots] = tokens.where(took, self.last_token[slots])
-        self.done[slots] |= failed | (took & ends)
-        return tokens.where(took | failed, NO_TOKEN)
+        return advance(
+            self.length,
+            self.last_token,
+            self.done,
+            self.max_length,
+            self.ignore_eos,
+            self.stop_ids,
+            self.eos_ids,
+            slots,
+            lengths,
+            tokens,
+            samples,
+        )
