@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.ceilings import measure_ceilings
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
 from kernels.moe import moe, route
@@ -40,11 +40,6 @@ Launch = Callable[[], object]
 class Time(NamedTuple):
     median_us: float
     p95_us: float
-
-
-class Ceilings(NamedTuple):
-    read: float  # bytes a second
-    matrix: float  # bfloat16 operations a second
 
 
 class Case(NamedTuple):
@@ -80,24 +75,6 @@ def time_launches(launches: list[Launch], replays: int = REPLAYS) -> Time:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / (repeats * len(launches)))
     return Time(statistics.median(times), statistics.quantiles(times, n=20)[-1])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _read_kernel(x_ptr, sums_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK, num_stages=4):
-        total += tl.load(x_ptr + start + tl.arange(0, BLOCK))
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
-
-
-def measure_ceilings() -> Ceilings:
-    programs = 2 * torch.cuda.get_device_properties(0).multi_processor_count
-    x, sums = torch.randn(2**30, device="cuda"), torch.empty(programs, device="cuda")
-    read = time_launches([partial(_read_kernel[(programs,)], x, sums, x.numel(), 8192, num_warps=16)], replays=5)
-    size = 8192
-    a, b = torch.randn(2, size, size, device="cuda", dtype=DTYPE)
-    matrix = time_launches([partial(torch.matmul, a, b)], replays=1 + 1)
-    return Ceilings(2**32 / read.median_us * 1e6, 2 * size**3 / matrix.median_us * 1e6)
 
 
 class KVCache:
@@ -251,7 +228,7 @@ def main() -> None:
         f"bfloat16  {device}  torch {torch.__version__}  triton {triton.__version__}  commit {revision}  median of {REPLAYS} graph replays"
     )
     ceilings = measure_ceilings()
-    print(f"ceilings: read {ceilings.read / 1e12:.2f} TB/s, matrix product {ceilings.matrix / 1e12:.0f} TFLOP/s")
+    print(f"ceilings: {ceilings}")
     for name in chosen:
         print(f"\n{name:54}  torch us   ours us    p95 us      rate          of ceiling")
         for case in OPERATIONS[name]():
