@@ -6,6 +6,14 @@ BIN ?= .venv/bin
 TP ?= 1
 PORT ?= 8000
 MODEL ?=
+IMAGE_PYTHON ?= 3.12
+ENGINE ?= docker
+TAG ?= dev
+TARGETS ?= gateway scheduler worker worker-cpu
+CUDA_TORCH := $(shell sed -n 's/^ARG CUDA_TORCH=//p' Dockerfile)
+PIP := $(PYTHON) -m pip --disable-pip-version-check
+DOWNLOAD := $(PIP) download --quiet --only-binary=:all: --find-links dist/wheels --python-version $(IMAGE_PYTHON) \
+	--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any
 # Where `make proto` writes; tests/test_repository.py compares a copy elsewhere with what is committed.
 STUBS ?= .
 # What `make lint` compares the contracts with: the last commit, or, when nothing has changed since, the one before their last change.
@@ -16,7 +24,7 @@ PROTOS := $(patsubst proto/lockstep/v1/%,shared/protocol/%,$(wildcard proto/lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup constraints proto model run test test-system test-gpu test-cluster format clean
+.PHONY: help setup constraints proto chart wheels images model run test test-system test-gpu test-cluster format clean
 .PHONY: lint lint-style lint-types lint-imports lint-contracts lint-stubs
 
 help: ## List the targets
@@ -48,6 +56,23 @@ constraints:
 proto: .venv/stamp ## Generate the stubs in shared/protocol from proto
 	@$(BIN)/python -m grpc_tools.protoc -Ishared/protocol=proto/lockstep/v1 --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 		--python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) --mypy_grpc_out=quiet,only_async:$(STUBS) $(PROTOS)
+
+chart: .venv/stamp ## Generate the chart's values, schema and tables from helm/values.py
+	@$(BIN)/python -m helm.generate
+
+wheels: ## Fill dist/wheels with what the images install (IMAGE_PYTHON=3.12; CUDA=1: torch for GPUs too, gigabytes)
+	@rm -rf dist/wheels && mkdir -p dist/wheels
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist/wheels .
+	$(DOWNLOAD) --no-deps --dest dist/wheels "$$(sed -n 's/^PACKAGE = "\(.*\)"/\1/p' services/worker/weights/demo.py)"
+	$(DOWNLOAD) --constraint constraints.txt --dest dist/wheels "$$(grep '^torch==' constraints.txt)" 'lockstep[gateway,scheduler,worker]'
+	$(if $(CUDA),grep -v '^torch==' constraints.txt > dist/cuda.txt)
+	$(if $(CUDA),$(DOWNLOAD) --constraint dist/cuda.txt --dest dist/wheels/cuda torch==$(CUDA_TORCH))
+
+images: ## Build the images from dist/wheels (ENGINE=docker TAG=dev BASE= WORKER_BASE= TARGETS="gateway scheduler worker-cpu")
+	@for target in $(TARGETS); do \
+		$(ENGINE) build --target $$target --tag lockstep-$$target:$(TAG) --build-context wheels=dist/wheels \
+			$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(WORKER_BASE),--build-arg WORKER_BASE=$(WORKER_BASE)) $(BUILD_FLAGS) . || exit; \
+	done
 
 model: .venv/stamp ## Convert the demo model once; prints the path of its folder
 	@$(BIN)/python -m services.worker.weights.demo

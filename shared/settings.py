@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -56,7 +57,10 @@ def load(settings: type[S], program: str, arguments: Sequence[str]) -> S:
 
 
 def load_or_exit(settings: type[S], program: str) -> S:
-    """`load` for `main`: a bad setting is told in one line on stderr, exit status 2."""
+    """`load` for `main`: a bad setting is told in one line on stderr, exit status 2; `--version` prints it and ends with 0."""
+    if sys.argv[1:] == ["--version"]:
+        print(program, version("lockstep"))
+        raise SystemExit(0)
     try:
         return load(settings, program, sys.argv[1:])
     except ConfigError as error:

@@ -1,11 +1,13 @@
 """Settings: one line that names what is wrong, and nothing unknown accepted."""
 
+import importlib.metadata
+
 import pytest
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from shared.errors import ConfigError
-from shared.settings import Settings, load
+from shared.settings import Settings, load, load_or_exit
 
 
 class ThingSettings(Settings):
@@ -45,3 +47,11 @@ def test_k8s_05_a_service_link_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("LOCKSTEP_THING_PORT", "tcp://10.0.0.1:80")
     with pytest.raises(ConfigError, match=r"port: .*tcp://10\.0\.0\.1:80"):
         load(ThingSettings, "thing", [])
+
+
+def test_a_program_tells_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["thing", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        load_or_exit(ThingSettings, "thing")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"thing {importlib.metadata.version('lockstep')}\n"

@@ -1,0 +1,254 @@
+{{- /* What all pods share.
+"lockstep.pod" takes (dict "root" $ "component" "gateway" "settings" .Values.gateway "env" (dict) "mounts" list "volumes" list "initContainers" list
+"resources" dict "token" bool). `env` holds the program's settings as the chart computes them; those of the user win. */ -}}
+
+{{- define "lockstep.grace" -}}
+{{- $least := add .settings.preStopSeconds .settings.drainSeconds 15 -}}
+{{- if kindIs "invalid" .settings.terminationGracePeriodSeconds -}}
+{{- $least -}}
+{{- else if lt (int64 .settings.terminationGracePeriodSeconds) $least -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds: %d is less than preStopSeconds + drainSeconds + 15 = %d: running requests would be cut off" .component (int64 .settings.terminationGracePeriodSeconds) $least) -}}
+{{- else -}}
+{{- int64 .settings.terminationGracePeriodSeconds -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "lockstep.podMetadata" -}}
+{{- $ports := include "lockstep.ports" .component | fromJsonArray -}}
+metadata:
+  labels:
+    {{- include "lockstep.labels" . | nindent 4 }}
+    {{- include "lockstep.strings" .settings.podLabels | nindent 4 | trimSuffix "\n    " }}
+  annotations:
+    kubectl.kubernetes.io/default-container: {{ .component }}
+    {{- with .checksum }}
+    checksum/files: {{ . }}
+    {{- end }}
+    {{- if .root.Values.monitoring.scrapeAnnotations }}
+    prometheus.io/scrape: "true"
+    prometheus.io/port: {{ index $ports 1 | int | quote }}
+    {{- end }}
+    {{- with .settings.podAnnotations }}
+    {{- include "lockstep.strings" . | trim | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{- /* No merge of maps here: it would take false, 0 and "" of the user's for absent. */ -}}
+{{- define "lockstep.env" -}}
+{{- $prefix := printf "LOCKSTEP_%s_" (upper .component) -}}
+{{- $env := dict "HOME" "/tmp" "PYTHONUNBUFFERED" "1" -}}
+{{- range $part := list .env .settings.settings }}
+{{- range $name, $value := $part }}{{ $_ := set $env (printf "%s%s" $prefix (upper $name)) $value }}{{ end }}
+{{- end }}
+{{- range $part := list (default (dict) .plainEnv) .settings.extraEnv }}
+{{- range $name, $value := $part }}{{ $_ := set $env $name $value }}{{ end }}
+{{- end }}
+{{- range $name, $value := $env }}
+{{- if not (kindIs "invalid" $value) }}
+- name: {{ $name }}
+  value: {{ include "lockstep.string" $value }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "lockstep.probe" -}}
+{{ .name }}Probe:
+  httpGet:
+    path: {{ .path }}
+    port: admin
+  periodSeconds: {{ .probe.periodSeconds }}
+  timeoutSeconds: {{ .probe.timeoutSeconds }}
+  failureThreshold: {{ .probe.failureThreshold }}
+{{- end -}}
+
+{{- define "lockstep.pod" -}}
+{{- $root := .root -}}
+{{- $ports := include "lockstep.ports" .component | fromJsonArray -}}
+{{- $grace := include "lockstep.grace" . -}}
+enableServiceLinks: false
+automountServiceAccountToken: {{ .token | default false }}
+serviceAccountName: {{ include "lockstep.serviceAccount" . }}
+terminationGracePeriodSeconds: {{ $grace }}
+{{- with $root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .settings.podSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .settings.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .settings.nodeSelector }}
+nodeSelector:
+  {{- include "lockstep.strings" . | trim | nindent 2 }}
+{{- end }}
+{{- with .settings.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.affinity }}
+affinity:
+  {{- tpl (toYaml .) $root | nindent 2 }}
+{{- end }}
+{{- with .settings.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- tpl (toYaml .) $root | nindent 2 }}
+{{- end }}
+{{- with .initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+containers:
+  - name: {{ .component }}
+    image: {{ include "lockstep.image" . | quote }}
+    imagePullPolicy: {{ .settings.image.pullPolicy | default $root.Values.image.pullPolicy }}
+    {{- with .settings.extraArgs }}
+    args:
+      {{- range . }}
+      - {{ . | quote }}
+      {{- end }}
+    {{- end }}
+    ports:
+      - name: {{ ternary "http" "grpc" (eq .component "gateway") }}
+        containerPort: {{ index $ports 0 }}
+      - name: admin
+        containerPort: {{ index $ports 1 }}
+    env:
+      {{- include "lockstep.env" . | trim | nindent 6 }}
+      {{- with .extraEnv }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+    {{- with .settings.envFrom }}
+    envFrom:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+    {{- with .resources | default .settings.resources }}
+    resources:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+    {{- with .settings.securityContext }}
+    securityContext:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+    {{- include "lockstep.probe" (dict "name" "startup" "path" (ternary "/readyz" "/livez" (eq .component "worker")) "probe" .settings.startupProbe) | nindent 4 }}
+    {{- include "lockstep.probe" (dict "name" "liveness" "path" "/livez" "probe" .settings.livenessProbe) | nindent 4 }}
+    {{- include "lockstep.probe" (dict "name" "readiness" "path" "/readyz" "probe" .settings.readinessProbe) | nindent 4 }}
+    {{- if .settings.preStopSeconds }}
+    lifecycle:
+      preStop:
+        exec:
+          command: ["python3", "-c", "import time; time.sleep({{ .settings.preStopSeconds }})"]
+    {{- end }}
+    volumeMounts:
+      - name: temporary
+        mountPath: /tmp
+      {{- with .mounts }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+      {{- with .settings.extraVolumeMounts }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+volumes:
+  - name: temporary
+    emptyDir: {}
+  {{- with .volumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- with .settings.extraVolumes }}
+  {{- tpl (toYaml .) $root | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{- /* What every component has beside its workload. */ -}}
+{{- define "lockstep.companions" -}}
+{{- if .settings.serviceAccount.create }}
+---
+apiVersion: v1
+kind: ServiceAccount
+{{ include "lockstep.metadata" (dict "root" .root "component" .component "name" (include "lockstep.serviceAccount" .) "annotations" .settings.serviceAccount.annotations) }}
+automountServiceAccountToken: false
+{{- end }}
+{{- if .settings.pdb.enabled }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+{{ include "lockstep.metadata" . }}
+spec:
+  {{- if kindIs "invalid" .settings.pdb.minAvailable }}
+  maxUnavailable: {{ .settings.pdb.maxUnavailable }}
+  {{- else }}
+  minAvailable: {{ .settings.pdb.minAvailable }}
+  {{- end }}
+  selector:
+    matchLabels:
+      {{- include "lockstep.selector" . | nindent 6 }}
+{{- end }}
+{{- if and .root.Values.monitoring.podMonitor.enabled (.root.Capabilities.APIVersions.Has "monitoring.coreos.com/v1") }}
+---
+apiVersion: monitoring.coreos.com/v1
+kind: PodMonitor
+metadata:
+  name: {{ include "lockstep.name" . }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "lockstep.labels" . | nindent 4 }}
+    {{- include "lockstep.strings" .root.Values.monitoring.podMonitor.labels | nindent 4 | trimSuffix "\n    " }}
+spec:
+  selector:
+    matchLabels:
+      {{- include "lockstep.selector" . | nindent 6 }}
+  podMetricsEndpoints:
+    - port: admin
+      interval: {{ .root.Values.monitoring.podMonitor.interval | quote }}
+{{- end }}
+{{- if .root.Values.networkPolicy.enabled }}
+---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+{{ include "lockstep.metadata" . }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "lockstep.selector" . | nindent 6 }}
+  policyTypes: [Ingress, Egress]
+  ingress:
+    {{- toYaml .ingress | nindent 4 }}
+    - ports:
+        - port: admin
+      from:
+        {{- with .root.Values.networkPolicy.monitoringFrom }}
+        {{- toYaml . | nindent 8 }}
+        {{- else }}
+        - namespaceSelector: {}
+        {{- end }}
+    {{- with .settings.networkPolicy.ingress }}
+    {{- tpl (toYaml .) $.root | nindent 4 }}
+    {{- end }}
+  egress:
+    - ports:
+        - port: 53
+          protocol: UDP
+        - port: 53
+          protocol: TCP
+    {{- with .egress }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with .settings.networkPolicy.egress }}
+    {{- tpl (toYaml .) $.root | nindent 4 }}
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* A peer of a network policy: the pods of a component. */ -}}
+{{- define "lockstep.peer" -}}
+podSelector:
+  matchLabels:
+    {{- include "lockstep.selector" . | nindent 4 }}
+{{- end -}}
