@@ -19,11 +19,15 @@ S = TypeVar("S", bound=Settings)
 
 
 def run(program: str, settings_class: type[S], serve: Callable[[S, Event], Awaitable[None]]) -> None:
+    """`run_with` the settings of environment and command line."""
+    run_with(program, load_or_exit(settings_class, program), serve)
+
+
+def run_with(program: str, settings: S, serve: Callable[[S, Event], Awaitable[None]]) -> None:
     """Runs `serve(settings, stop)` until it returns; it should when `stop` is set, which SIGINT and SIGTERM do.
 
     Ends the process: status 0 after `serve` returned, 2 after a ConfigError, 1 after any other LockstepError; both told in one line.
     """
-    settings = load_or_exit(settings_class, program)
     logs.configure(program, settings.log_level, settings.log_format)
 
     async def main() -> None:

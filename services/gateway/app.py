@@ -10,16 +10,19 @@ import uuid
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.errors import ClientGone, InvalidRequest, MethodNotAllowed, NotFound, Overloaded, RequestError
+from services.gateway.access import Access
+from services.gateway.errors import ClientGone, InvalidRequest, MethodNotAllowed, NotFound, Overloaded, RequestError, Unauthorized
 from services.gateway.generation import RETRY_AFTER_S
 from services.gateway.metrics import CLIENT_CLOSED_REQUEST, GatewayMetrics
 from services.gateway.openai import chat, completions, models
 from services.gateway.openai.errors import error_response, status_of
 from services.gateway.openai.service import Gateway
+from services.gateway.page import routes as page
 from services.gateway.settings import GatewaySettings
 from shared import logging as logs
 
@@ -28,17 +31,28 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = re.compile(r"[0-9A-Za-z._:/+=-]{1,128}")  # others are replaced: they end in headers and logs
 
 
-def create_app(gateway: Gateway) -> "Edge":
+def create_app(gateway: Gateway, access: Access) -> ASGIApp:
     """The application of a gateway."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)  # bodies are read by hand: a generated schema would say nothing
     app.state.gateway = gateway
     for module in (chat, completions, models):
         app.include_router(module.router)
+    if gateway.settings.page:
+        app.include_router(page.router())
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(HTTPException, routing_error)
-    return Edge(app, gateway.settings, gateway.metrics)
+    edge = Edge(app, gateway.settings, gateway.metrics, access)
+    if not gateway.settings.cors_origins:
+        return edge
+    return CORSMiddleware(
+        edge,
+        allow_origins=gateway.settings.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
 
 
 async def health(request: Request) -> dict[str, str]:
@@ -69,11 +83,13 @@ async def routing_error(request: Request, error: Exception) -> Response:
 
 
 class Edge:
-    """The outermost layer: gives each request its id, bounds their number, counts and logs each, answers what nobody else caught."""
+    """The outermost layer: gives each request its id, asks for its key, bounds their number, counts and logs each, answers what nobody
+    else caught."""
 
-    def __init__(self, app: ASGIApp, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, metrics: GatewayMetrics, access: Access) -> None:
         self._app = app
         self._metrics = metrics
+        self._access = access
         self._max_requests, self._timeout_s = settings.max_requests, settings.timeout_s
         self._running = 0  # POST requests
 
@@ -99,13 +115,21 @@ class Edge:
 
         work = int(scope["method"] == "POST")
         self._running += work
+        limited = None  # the key whose limits the request counts for
         try:
+            key = self._access.key_of(scope)
+            state["tenant"] = key.owner if key else ""
+            if key is not None:
+                logs.bind(key=key.name)
             if work and self._running > self._max_requests:
                 raise Overloaded("too many requests: try again later", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+            if work and key is not None:
+                self._access.limits.begin(key, time.monotonic())
+                limited = key
             await self._app(scope, receive, send_with_id)
             if gone := state.get("client_gone"):
                 raise gone
-        except Overloaded as error:
+        except (Overloaded, Unauthorized) as error:
             await error_response(error)(scope, receive, send_with_id)
         except ClientGone as error:
             logger.info("request %s: %s", request_id, error)
@@ -116,8 +140,11 @@ class Edge:
                 await error_response(error)(scope, receive, send_with_id)
         finally:
             self._running -= work
-            if usage := state.get("usage"):
+            usage = state.get("usage")
+            if usage:
                 metrics.used(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            if limited is not None:
+                self._access.limits.end(limited, usage.prompt_tokens + usage.completion_tokens if usage else 0, time.monotonic())
             metrics.ended(status)
             _log(scope, status, time.monotonic() - metrics.begun_at)
 

@@ -7,7 +7,8 @@ LockstepError
     |   |-- NotFound           no such route
     |   |-- MethodNotAllowed
     |   |-- BodyTooLarge
-|   `-- BodyTooSlow
+    |   |-- BodyTooSlow
+    |   `-- Unauthorized       no key, or none of ours
     |-- Overloaded             come back later
     |-- Unavailable            nothing to serve it just now
     |-- TimedOut
@@ -50,6 +51,10 @@ class BodyTooLarge(InvalidRequest):
 
 class BodyTooSlow(InvalidRequest):
     """The body did not come in time."""
+
+
+class Unauthorized(InvalidRequest):
+    """The request shows no API key, or none that is good."""
 
 
 class Overloaded(RequestError):

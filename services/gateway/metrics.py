@@ -16,8 +16,9 @@ OTHER_ENDPOINT = "other"
 GENERATION_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 ENDPOINTS = frozenset((*GENERATION_ENDPOINTS, "/v1/models", "/health", "/version"))
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for requests whose clients have gone: nobody gets it
-CODES = (200, 400, 404, 405, 413, 429, CLIENT_CLOSED_REQUEST, 500, 503, 504)  # of generation requests, there from the start
+CODES = (200, 400, 401, 404, 405, 413, 429, CLIENT_CLOSED_REQUEST, 500, 503, 504)  # of generation requests, there from the start
 REJECTIONS = {429: "overloaded", 503: "unavailable", 504: "timeout"}
+RESUBMISSIONS = ("lost", "moved", "broken")
 TOKEN_TYPES = ("prompt", "cached", "completion")
 
 
@@ -70,6 +71,10 @@ class GatewayMetrics:
             "lockstep_gateway_rejections", "HTTP requests that were not served for want of room.", ["reason"], registry=registry
         )
         self._rejections = {code: rejections.labels(reason) for code, reason in REJECTIONS.items()}
+        resubmissions = Counter(
+            "lockstep_gateway_resubmissions", "Attempts after the first, of requests that had to go on at another scheduler.", ["cause"], registry=registry
+        )
+        self._resubmissions = {cause: resubmissions.labels(cause) for cause in RESUBMISSIONS}
         self._disconnects = Counter("lockstep_gateway_disconnects", "Clients that left before their answer ended.", registry=registry)
         self._backend_up = Gauge(
             "lockstep_gateway_backend_up", "1 while there is a session with the scheduler.", ["backend"], registry=registry
@@ -85,6 +90,10 @@ class GatewayMetrics:
                 for code in CODES:
                     for stream in ("true", "false"):
                         self._requests.labels(name, endpoint, str(code), stream)
+
+    def resubmitted(self, cause: str) -> None:
+        """A request was submitted again, for one of RESUBMISSIONS."""
+        self._resubmissions[cause].inc()
 
     def watch(self, backend_up: Callable[[], bool]) -> None:
         """`backend_up` is called by scrapes, in threads of theirs."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import socket
 import time
@@ -9,10 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
+from starlette.types import ASGIApp
 
+from services.gateway.access import Access
 from services.gateway.app import create_app
+from services.gateway.keys import KeyRing
+from services.gateway.limits import Limits
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.service import Gateway
+from services.gateway.page.routes import PATHS as PAGE_PATHS
 from services.gateway.scheduler_client import SchedulerClient
 from services.gateway.settings import GatewaySettings
 from shared.admin import admin
@@ -20,6 +26,9 @@ from shared.errors import LockstepError
 from shared.metrics import new_registry
 from shared.process import write_ports
 
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset(("/health",))  # that need no key
 BACKLOG = 2048
 LAST_WORDS_S = 5  # for the errors of answers that were not done in time
 KEEP_ALIVE_S = 75  # of an idle connection: longer than load balancers and clients keep one, so that they close first
@@ -33,51 +42,61 @@ class Server(uvicorn.Server):
         yield
 
 
-async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set and running answers have ended; those that take longer than `drain_s` end with an error."""
-    listener = _listen(settings.host, settings.port)
-    scheduler = SchedulerClient(settings.scheduler, settings.max_unread_tokens)
+async def serve(settings: GatewaySettings, stop: asyncio.Event, limits: Limits | None = None, *, shares_port: bool = False) -> None:
+    """Serves until `stop` is set and running answers have ended; those that take longer than `drain_s` end with an error.
+
+    limits: what keys use, when other processes count too. shares_port: they listen there as well.
+    """
+    listener = listen(settings.host, settings.port, shares_port)
+    keys = KeyRing(settings.api_keys) if settings.api_keys is not None else None
+    if keys is None:
+        logger.warning("no API keys: whoever reaches %s can use it; --api-keys names a file of them", settings.host)
+    access = Access(keys, limits or Limits(), OPEN_PATHS | (PAGE_PATHS if settings.page else frozenset()))
     registry = new_registry("gateway")
-    metrics = GatewayMetrics(settings.served_model_name[0], settings.scheduler, registry)
+    schedulers = ",".join(settings.scheduler)
+    metrics = GatewayMetrics(settings.served_model_name[0], schedulers, registry)
+    scheduler = SchedulerClient(settings.scheduler, settings.max_unread_tokens, settings.scheduler_wait_s, metrics.resubmitted)
     metrics.watch(lambda: scheduler.is_up)
 
     def readiness() -> str | None:
         if stop.is_set():
             return "stopping"
-        return None if scheduler.is_up else f"no session with the scheduler at {settings.scheduler}"
+        return None if scheduler.is_up else f"no session with the scheduler at {schedulers}"
 
     async with admin(settings, registry, readiness) as admin_port:
         if settings.ports_file is not None:
             write_ports(settings.ports_file, {"http": listener.getsockname()[1], "admin": admin_port})
         with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
             gateway = Gateway(settings, scheduler, threads, created=int(time.time()), metrics=metrics)
-            await _serve_http(settings, stop, listener, gateway)
+            await _serve_http(stop, listener, gateway, access)
 
 
-async def _serve_http(settings: GatewaySettings, stop: asyncio.Event, listener: socket.socket, gateway: Gateway) -> None:
-    server = _server(settings, gateway)
+async def _serve_http(stop: asyncio.Event, listener: socket.socket, gateway: Gateway, access: Access) -> None:
+    settings = gateway.settings
+    server = _server(settings, create_app(gateway, access))
+    following = asyncio.create_task(access.keys.follow() if access.keys else stop.wait())
     session = asyncio.create_task(gateway.scheduler.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((session, http, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((session, http, stopping, following), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await asyncio.wait((http,), timeout=settings.drain_s)
         session.cancel()  # which ends what still runs
         await http
     finally:
-        for task in (session, http, stopping):
+        for task in (session, http, stopping, following):
             task.cancel()
-        results = await asyncio.gather(session, http, stopping, return_exceptions=True)
+        results = await asyncio.gather(session, http, stopping, following, return_exceptions=True)
     for result in results:
         if isinstance(result, Exception):  # not a cancellation: what ended us
             raise result
 
 
-def _server(settings: GatewaySettings, gateway: Gateway) -> Server:
+def _server(settings: GatewaySettings, app: ASGIApp) -> Server:
     return Server(
         uvicorn.Config(
-            create_app(gateway),
+            app,
             loop="none",  # shared.service has started uvloop
             http="httptools",
             ws="none",
@@ -92,9 +111,10 @@ def _server(settings: GatewaySettings, gateway: Gateway) -> Server:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises LockstepError when the address cannot be had."""
+def listen(host: str, port: int, shares_port: bool = False) -> socket.socket:
+    """A socket that takes connections. Raises LockstepError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shares_port)
     except OSError as error:
         raise LockstepError(f"port: cannot listen on {host}:{port}: {error}") from error

@@ -1,10 +1,12 @@
 """Settings of the gateway."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from services.gateway.chat.output import ReasoningSetting, ToolSetting
 from shared.settings import AdminPort, Settings
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]  # printable ASCII, no blanks
@@ -17,7 +19,13 @@ class GatewaySettings(Settings):
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 lets the kernel pick.")
     admin_port: AdminPort = 9100
-    scheduler: str = Field("127.0.0.1:7100", min_length=1, description="The scheduler's host:port.")
+    scheduler: Annotated[list[Address], NoDecode] = Field(
+        ["127.0.0.1:7100"],
+        min_length=1,
+        max_length=16,
+        description="Address host:port of a scheduler, of which one leads; repeatable, in the variable separated by commas.",
+    )
+    scheduler_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no scheduler leads.")
     served_model_name: list[Name] = Field(
         min_length=1, max_length=32, description="A name that clients may ask for; repeat it for aliases. The first is the default."
     )
@@ -28,5 +36,17 @@ class GatewaySettings(Settings):
     max_unread_tokens: int = Field(16_384, ge=1, description="A client that leaves this many tokens unread loses its request.")
     tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenise prompts.")
     keep_alive_s: float = Field(15.0, gt=0, description="A stream that is silent for this long gets a comment frame.")
+    first_token_timeout_s: float = Field(300.0, gt=0, description="A request without any token after this long is ended with an error.")
+    idle_timeout_s: float = Field(120.0, gt=0, description="An answer that does not go on for this long is ended with an error.")
     timeout_s: float = Field(600.0, gt=0, description="A request that takes longer is ended with an error.")
     drain_s: float = Field(30.0, ge=0, description="How long running answers may go on after a signal to stop.")
+    api_keys: Path | None = Field(
+        None, description="JSON file of API keys, made by 'python -m services.gateway key'; without one everybody may ask."
+    )
+    cors_origins: list[str] = Field([], max_length=32, description="A web origin whose pages may ask, like https://a.example; repeat it.")
+    page: bool = Field(True, description="Serve the playground and status page at /.")
+    processes: int = Field(1, ge=1, le=64, description="Processes that share the port.")
+    tool_parser: ToolSetting = Field("auto", description="How the model writes calls of tools; auto: as its chat template does.")
+    reasoning_parser: ReasoningSetting = Field(
+        "auto", description="Whether answers begin with <think>; auto: if the chat template says so."
+    )

@@ -15,6 +15,7 @@ from services.gateway.errors import (
     Overloaded,
     RequestError,
     TimedOut,
+    Unauthorized,
     Unavailable,
 )
 
@@ -24,6 +25,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {  # to HTTP status and OpenAI'
     MethodNotAllowed: (405, "invalid_request_error"),
     BodyTooLarge: (413, "invalid_request_error"),
     BodyTooSlow: (408, "invalid_request_error"),
+    Unauthorized: (401, "invalid_request_error"),
     InvalidRequest: (400, "invalid_request_error"),
     Overloaded: (429, "rate_limit_error"),
     Unavailable: (503, "server_error"),
@@ -57,6 +59,8 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> R
     headers = dict(headers or {})
     if isinstance(error, RequestError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_s), 1))
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
     return Response(json.dumps(body_of(error)), status_of(error), headers, "application/json")
 
 

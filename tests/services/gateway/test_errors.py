@@ -142,7 +142,7 @@ async def test_api_06_unknown_model(stack: Stack) -> None:
 
 async def test_err_02_routes_and_methods(stack: Stack) -> None:
     assert_error(await stack.http.post("/v1/nope"), 404, None, None)
-    assert_error(await stack.http.get("/"), 404, None, None)
+    assert_error(await stack.http.get("/nope"), 404, None, None)
     assert_error(await stack.http.post("/v1/chat/completions/", json={}), 404, None, None)
     for method, path, allowed in (
         ("GET", "/v1/chat/completions", "POST"),
