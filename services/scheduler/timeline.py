@@ -68,10 +68,9 @@ def phases(timeline: Timeline, arrived_at: float) -> list[Phase]:
     tokens = cached_tokens = chunks = completion = 0
     name: Literal["queue", "prefill", "decode"] = "queue"
     for event in timeline:
-        group = event.group or group
         match event.what:
             case "admitted":
-                found.append(Phase("queue", group, began_at, event.at, 0, 0, 0))
+                found.append(Phase("queue", event.group, began_at, event.at, 0, 0, 0))
                 name, began_at, cached_tokens, tokens, chunks = "prefill", event.at, event.known, 0, 0
             case "chunk":
                 tokens, chunks = tokens + event.tokens, chunks + 1
@@ -87,6 +86,7 @@ def phases(timeline: Timeline, arrived_at: float) -> list[Phase]:
                     found.append(Phase("queue", group, began_at, event.at, 0, 0, 0))
                 if name != "queue":
                     name, began_at = "queue", event.at
+        group = event.group or group
     return found
 
 
