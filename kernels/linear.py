@@ -27,22 +27,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias) if tuned is None else linear_triton(x, weight, bias, tuned)
 
 
-def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x `[M, K]`, weight `[2 * N, K]`, the gate's columns first -> `silu(x @ gate.T) * (x @ up.T)`, `[M, N]` like x.
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x `[M, K]`, weight `[2 * N, K]` and bias `[2 * N]`, the gate's before the up projection's -> `[M, N]` like x.
 
-    In float32 up to the result; where the library computes the products, these are rounded to x's type in between.
+    The SiLU of the gate's product times the up projection's, in float32 up to the result; where the library computes the products,
+    these are rounded to x's type in between.
     """
     tuned = config("gated_linear", x.device, x.shape[0], weight.shape[0] // 2, weight.shape[1])
-    return silu_and_mul(F.linear(x, weight)) if tuned is None else gated_linear_triton(x, weight, tuned)
-
-
-def gated_linear_torch(x: Tensor, weight: Tensor) -> Tensor:
-    return silu_and_mul_torch(x.float() @ weight.float().T).to(x.dtype)
+    return silu_and_mul(F.linear(x, weight, bias)) if tuned is None else gated_linear_triton(x, weight, bias, tuned)
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = x.float() @ weight.float().T
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def gated_linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return silu_and_mul_torch(F.linear(x.float(), weight.float(), None if bias is None else bias.float())).to(x.dtype)
 
 
 class Config(NamedTuple):
@@ -69,8 +69,8 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tuned: Config)
     return _launch(x, weight, bias, False, tuned)
 
 
-def gated_linear_triton(x: Tensor, weight: Tensor, tuned: Config) -> Tensor:
-    return _launch(x, weight, None, True, tuned)
+def gated_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tuned: Config) -> Tensor:
+    return _launch(x, weight, bias, True, tuned)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: Config) -> Tensor:
@@ -169,9 +169,9 @@ def _kernel(
                 total += tl.load(share_ptr, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
                     total_up += tl.load(share_ptr + plane, mask=inside, other=0.0, cache_modifier=".cg")
-            _finish(y_ptr + place, total, total_up, bias_ptr, column, in_columns, inside, GATED, BIAS)
+            _finish(y_ptr + place, total, total_up, bias_ptr, column, columns, inside, GATED, BIAS)
     else:
-        _finish(y_ptr + place, total, total_up, bias_ptr, column, in_columns, inside, GATED, BIAS)
+        _finish(y_ptr + place, total, total_up, bias_ptr, column, columns, inside, GATED, BIAS)
 
 
 @triton.jit
@@ -184,9 +184,11 @@ def _add_product(total, x, weight, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _finish(y_ptr, total, total_up, bias_ptr, column, in_columns, inside, GATED: tl.constexpr, BIAS: tl.constexpr):
+def _finish(y_ptr, total, total_up, bias_ptr, column, columns, inside, GATED: tl.constexpr, BIAS: tl.constexpr):
     if BIAS:
-        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            total_up += tl.load(bias_ptr + columns + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if GATED:
         total = total * tl.sigmoid(total) * total_up
     tl.store(y_ptr, total, mask=inside)

@@ -32,12 +32,14 @@ def test_linear_matches_float64(rows, columns, size, tuned, dtype, biased):
 @KERNELS
 @pytest.mark.parametrize("rows, columns, size, tuned", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_linear_matches_float64(rows, columns, size, tuned, dtype):
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated_linear_matches_float64(rows, columns, size, tuned, dtype, biased):
     x, weight = randn(rows, size, seed=1, dtype=dtype), randn(2 * columns, size, seed=2, dtype=dtype) / size**0.5
-    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    bias = randn(2 * columns, seed=3, dtype=dtype) if biased else None
+    gate, up = (x.double() @ weight.double().T + (0 if bias is None else bias.double())).chunk(2, dim=1)
     expected = gate / (1 + (-gate).exp()) * up
-    assert_near(gated_linear_triton(x, weight, tuned), expected, ulps=1, floor=1e-5)
-    assert_near(gated_linear_torch(x, weight), expected, ulps=1, floor=1e-5)
+    assert_near(gated_linear_triton(x, weight, bias, tuned), expected, ulps=2, floor=1e-5)
+    assert_near(gated_linear_torch(x, weight, bias), expected, ulps=2, floor=1e-5)
 
 
 @KERNELS
@@ -55,8 +57,8 @@ def test_shares_are_added_in_one_order(strided):
 def test_without_an_entry_the_library_computes():
     x, weight, bias = randn(5, 32, seed=1), randn(24, 32, seed=2), randn(24, seed=3)
     assert_near(linear(x, weight, bias), x.double() @ weight.double().T + bias, ulps=8)
-    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
-    assert_near(gated_linear(x, weight), gate / (1 + (-gate).exp()) * up, ulps=16)
+    gate, up = (x.double() @ weight.double().T + bias).chunk(2, dim=1)
+    assert_near(gated_linear(x, weight, bias), gate / (1 + (-gate).exp()) * up, ulps=16)
     assert linear(torch.zeros(0, 32, device=DEVICE), weight).shape == (0, 24)
 
 
