@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from shared.errors import ConfigError
 
@@ -20,6 +20,14 @@ TraceEndpoint = Annotated[
 ]
 TraceRatio = Annotated[float, Field(ge=0, le=1, description="Share of the traces that begin here which are recorded.")]
 AdminPort = Annotated[int, Field(ge=0, le=65535, description="Port of /livez, /readyz and /metrics; 0 lets the kernel pick.")]
+
+
+def _split_at_commas(value: object) -> object:
+    return value.split(",") if isinstance(value, str) else value
+
+
+Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+Addresses = Annotated[list[Address], NoDecode, BeforeValidator(_split_at_commas)]  # repeatable, in the variable separated by commas
 
 
 class Settings(BaseSettings):

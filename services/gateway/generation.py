@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from services.gateway.errors import ClientGone, GenerationFailed, InvalidRequest, Overloaded, RequestError, Unavailable
 from shared.protocol.generation_pb2 import Finished, FinishReason, Rejected, RejectReason, Submit, Tokens
-from shared.protocol.plan import PlanError, ids_from_bytes
+from shared.protocol.plan import PlanError, ids_from_bytes, ids_to_bytes
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0  # where the scheduler does not say
 MAX_DETAIL = 200  # characters of the scheduler's words that a client gets
+MAX_MOVES = 3  # of a request, that nobody planned: one that takes along every scheduler must end
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,27 @@ class Ending:
 
 
 class Generation:
-    """One submitted request. The session's reader feeds it synchronously; `take` gives what has come since.
+    """One request. The session's reader feeds it synchronously; `take` gives what has come since.
 
     `wake` is set whenever there is something to take. Ids that nobody takes are merged; beyond `max_unread` the request is given up.
+    What came stays when the scheduler is lost or the sequence breaks: the next attempt goes on after it.
     """
 
-    def __init__(self, submit: Submit, wake: asyncio.Event, max_unread: int, on_close: Callable[["Generation", int, bool], None]) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        wake: asyncio.Event,
+        max_unread: int,
+        on_close: Callable[["Generation", int, bool], None],
+        on_broken: Callable[["Generation"], None],
+    ) -> None:
+        """on_close: told once, with the number of ids that count, and whether they are the whole answer. on_broken: another attempt is
+        needed."""
         self.submit = submit
+        self.sent = False  # some attempt
+        self._moves = 0
+        self._submitted_at = time.monotonic()
+        self._deadline = self._submitted_at + submit.deadline_ms / 1e3 if submit.HasField("deadline_ms") else None
         self.ids: list[int] = []  # all that were accepted
         self.arrived_at = 0.0  # when the first of the ids that nobody has taken came, on the monotonic clock
         self.ending: Ending | None = None
@@ -39,7 +54,7 @@ class Generation:
         self._wake = wake
         self._taken = 0
         self._max_unread = max_unread
-        self._on_close = on_close  # tells the session, once, with the number of ids that count, and whether they are the whole answer
+        self._on_close, self._on_broken = on_close, on_broken
         self._closed = False
 
     @property
@@ -68,6 +83,25 @@ class Generation:
             self._closed = True
             whole = accepted_tokens is not None
             self._on_close(self, accepted_tokens if accepted_tokens is not None else len(self.ids), whole)
+
+    def next_submit(self, *, planned: bool) -> Submit | None:
+        """What to send to a scheduler: the first attempt, or the next one, which goes on after all that came.
+
+        planned: the one before was given up in good order. None when the request has been moved too often, which ends it.
+        """
+        now, submit = time.monotonic(), self.submit
+        if self.sent:
+            self._moves += not planned
+            if self._moves > MAX_MOVES:
+                self.fail(Unavailable("the backend was lost too often: try again later", retry_after_s=RETRY_AFTER_S))
+                return None
+            submit.attempt += 1
+            submit.delivered_ids = ids_to_bytes(self.ids)
+        if self._deadline is not None:
+            submit.deadline_ms = max(round((self._deadline - now) * 1e3), 1)
+        submit.age_ms = round((now - self._submitted_at) * 1e3)
+        self.sent = True
+        return submit
 
     def finish_at_once(self) -> None:
         """The end of a request for no tokens."""
@@ -102,7 +136,9 @@ class Generation:
         """The end, after the last ids."""
         if self.over or finished.attempt != self.submit.attempt:
             return
-        if finished.reason not in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH):
+        if finished.reason == FinishReason.FINISH_REASON_UNAVAILABLE:
+            self.fail(Unavailable(f"{finished.detail[:MAX_DETAIL]}: try again later", retry_after_s=RETRY_AFTER_S))
+        elif finished.reason not in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH):
             self.fail(GenerationFailed(f"the scheduler ended the request with reason {finished.reason}: {finished.detail}"))
         elif finished.completion_tokens != len(self.ids):
             self._broken(f"the end after {finished.completion_tokens} ids, of which {len(self.ids)} came")
@@ -130,10 +166,9 @@ class Generation:
         self._wake.set()
 
     def _broken(self, what: str) -> None:
-        """The sequence cannot be trusted. The seam for a next attempt: resubmit with `ids` as delivered instead of failing."""
-        logger.error("request %s got %s", self.submit.request_id, what)
-        self.fail(GenerationFailed(f"the sequence of tokens broke: {what}"))
-        self.close()
+        """The sequence of this attempt cannot be trusted; what had come before can."""
+        logger.error("request %s, attempt %d got %s", self.submit.request_id, self.submit.attempt, what)
+        self._on_broken(self)
 
 
 def rejection(rejected: Rejected) -> RequestError:

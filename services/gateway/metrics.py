@@ -72,7 +72,10 @@ class GatewayMetrics:
         )
         self._rejections = {code: rejections.labels(reason) for code, reason in REJECTIONS.items()}
         resubmissions = Counter(
-            "lockstep_gateway_resubmissions", "Attempts after the first, of requests that had to go on at another scheduler.", ["cause"], registry=registry
+            "lockstep_gateway_resubmissions",
+            "Attempts after the first, of requests that had to go on at another scheduler.",
+            ["cause"],
+            registry=registry,
         )
         self._resubmissions = {cause: resubmissions.labels(cause) for cause in RESUBMISSIONS}
         self._disconnects = Counter("lockstep_gateway_disconnects", "Clients that left before their answer ended.", registry=registry)

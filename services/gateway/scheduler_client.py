@@ -1,12 +1,13 @@
-"""The one session that this gateway process has with its scheduler."""
+"""The one session that this gateway process has with the scheduler that leads, and the requests that outlive it."""
 
 import asyncio
 import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Literal
 
 import grpc
 
@@ -19,6 +20,7 @@ from shared.errors import LockstepError, ProtocolError
 from shared.protocol.generation_pb2 import (
     Cancel,
     FinishReason,
+    GenerationDescribeResponse,
     GenerationSessionRequest,
     GenerationSessionResponse,
     SessionHeartbeat,
@@ -31,27 +33,36 @@ from shared.protocol.generation_pb2_grpc import GenerationStub
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.25  # doubled after each failure
-MAX_RECONNECT_S = 2.0
+MAX_RECONNECT_S = 1.0
+ANSWER_S = 1.0  # of one of several schedulers that says nothing
+
+LOST = "the backend was lost: try again later"
 
 Outbox = rpc.Outbox[GenerationSessionRequest]
+Cause = Literal["lost", "moved", "broken"]  # of another attempt: the session broke, was ended in good order, or brought what cannot be
 
 
 class SchedulerClient:
     """Keeps a session up, submits requests to it and hands what comes back to their generations.
 
+    When the session is lost, requests are held for `wait_s` at most and submitted again to whoever leads then; new ones are held, too.
     All on one event loop: the reader of the session never waits for a request or for the writer.
     """
 
-    def __init__(self, target: str, max_unread_tokens: int) -> None:
+    def __init__(self, targets: Sequence[str], max_unread_tokens: int, wait_s: float, on_resubmit: Callable[[Cause], None]) -> None:
+        """targets: `host:port` of each scheduler, of which one leads. on_resubmit: told of every attempt after the first."""
         self.model: Model | None = None  # of the last session
-        self._target = target
-        self._max_unread_tokens = max_unread_tokens
+        self._targets = targets
+        self._max_unread_tokens, self._wait_s = max_unread_tokens, wait_s
+        self._on_resubmit = on_resubmit
         self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._highest_epoch = 0
         self._outbox: Outbox | None = None  # of the session that is up
         self._generations: dict[int, Generation] = {}
         self._last_request = 0
         self._failures = 0  # in a row
+        self._lost: Cause = "lost"  # how the last session ended
+        self._holding: asyncio.TimerHandle | None = None  # while requests are held: when that ends
 
     @property
     def is_up(self) -> bool:
@@ -60,47 +71,86 @@ class SchedulerClient:
 
     @property
     def ready_model(self) -> Model:
-        """The model that is served now. Raises Unavailable while there is no session."""
-        if self.model is None or not self.is_up:
+        """The model that is served. Raises Unavailable while there is no session, nor one to be expected."""
+        if self.model is None or not (self.is_up or self._holding):
             raise Unavailable("the service is starting or has lost its backend: try again later", retry_after_s=RETRY_AFTER_S)
         return self.model
 
     def submit(self, submit: Submit, wake: asyncio.Event) -> Generation:
-        """Sends the request, its number and attempt filled in; `wake` is set when it has news. Raises Unavailable."""
-        if self._outbox is None:
-            raise Unavailable("the backend was lost: try again later", retry_after_s=RETRY_AFTER_S)
+        """Sends the request, its number and attempt filled in, or holds it; `wake` is set when it has news. Raises Unavailable."""
+        if self._outbox is None and self._holding is None:
+            raise Unavailable(LOST, retry_after_s=RETRY_AFTER_S)
         self._last_request += 1
         submit.request, submit.attempt = self._last_request, 1
-        generation = Generation(submit, wake, self._max_unread_tokens, self._on_close)
+        generation = Generation(submit, wake, self._max_unread_tokens, self._on_close, lambda broken: self._submit(broken, "broken"))
         if not submit.max_tokens:  # nothing to ask for
             generation.finish_at_once()
             return generation
         self._generations[generation.request] = generation
-        self._outbox.put(GenerationSessionRequest(submit=submit))
+        self._submit(generation, "lost")
         return generation
 
     async def run(self) -> None:
-        """Connects, and connects again whenever the session ends; until cancelled."""
+        """Connects, and connects again whenever the session ends; until cancelled, which ends all requests."""
         told = ""
-        while True:
-            try:
-                async with rpc.channel(self._target) as channel:
-                    await self._serve(GenerationStub(channel))
-                cause = "the scheduler has ended the session"
-            except grpc.aio.AioRpcError as error:
-                cause = f"{error.code().name.lower()}: {error.details()}"
-            except LockstepError as error:
-                cause = str(error)
-            if cause != told or not self._failures:
-                logger.warning("no session with the scheduler at %s: %s", self._target, cause)
-                told = cause
-            await asyncio.sleep(min(RECONNECT_S * 2**self._failures, MAX_RECONNECT_S))
-            self._failures = min(self._failures + 1, 10)
+        try:
+            while True:
+                try:
+                    async with AsyncExitStack() as channels:
+                        stubs = {
+                            target: GenerationStub(await channels.enter_async_context(rpc.channel(target))) for target in self._targets
+                        }
+                        target, description = await self._find_leader(stubs)
+                        await self._serve(target, stubs[target], description)
+                    cause = "the scheduler has ended the session"
+                except grpc.aio.AioRpcError as error:
+                    cause = _words(error)
+                except LockstepError as error:
+                    cause = str(error)
+                if cause != told or not self._failures:
+                    logger.warning("no session with the scheduler at %s: %s", ", ".join(self._targets), cause)
+                    told = cause
+                await asyncio.sleep(min(RECONNECT_S * 2**self._failures, MAX_RECONNECT_S))
+                self._failures = min(self._failures + 1, 10)
+        finally:
+            self._give_up()
 
-    async def _serve(self, stub: GenerationStub) -> None:
-        """One session, from the description of the model to its end."""
-        description = await models.describe(stub)
+    async def _find_leader(self, stubs: dict[str, GenerationStub]) -> tuple[str, GenerationDescribeResponse]:
+        """Asks all schedulers at once: the first whose epoch is not below what we have seen, else the one whose is highest: it has to be
+        shown ours. Raises ProtocolError, with what each said, when none leads."""
+
+        async def ask(target: str) -> tuple[str, GenerationDescribeResponse]:
+            return target, await models.describe(stubs[target])
+
+        asking = {asyncio.create_task(ask(target)): target for target in stubs}
+        found: list[tuple[str, GenerationDescribeResponse]] = []
+        failed: dict[str, str] = {}
+        try:
+            pending = set(asking)
+            while pending and not any(description.epoch >= self._highest_epoch for _, description in found):
+                limit_s = ANSWER_S if len(stubs) > 1 else None
+                done, pending = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    failed |= {asking[task]: f"no answer within {ANSWER_S:g} s" for task in pending}
+                    break
+                for task in done:
+                    try:
+                        found.append(task.result())
+                    except grpc.aio.AioRpcError as error:
+                        failed[asking[task]] = _words(error)
+                    except LockstepError as error:
+                        failed[asking[task]] = str(error)
+        finally:
+            for task in asking:
+                task.cancel()
+        if not found:
+            raise ProtocolError("; ".join(words if len(stubs) == 1 else f"{target}: {words}" for target, words in sorted(failed.items())))
+        return max(found, key=lambda answer: answer[1].epoch)
+
+    async def _serve(self, target: str, stub: GenerationStub, description: GenerationDescribeResponse) -> None:
+        """One session, to its end."""
         if self.model is None or self.model.fingerprint != description.fingerprint:
+            self._fail_all("the model has changed: try again")  # what has come are ids of another one
             self.model = await models.load(stub, description)
         outbox: Outbox = rpc.Outbox(lambda: GenerationSessionRequest(heartbeat=SessionHeartbeat()))
         hello = SessionHello(protocol_version=rpc.PROTOCOL_VERSION, gateway=self._name, highest_epoch=self._highest_epoch)
@@ -109,16 +159,53 @@ class SchedulerClient:
         try:
             async with aclosing(rpc.received(aiter(call), "the scheduler")) as messages:
                 await self._welcomed(messages)
-                self._outbox, self._failures = outbox, 0
-                logger.info("session with the scheduler at %s, epoch %d", self._target, self._highest_epoch)
+                logger.info("session with the scheduler at %s, epoch %d", target, self._highest_epoch)
+                self._come_up(outbox)
+                self._lost = "lost"
                 async for message in messages:
                     if message.WhichOneof("message") == "batch":
                         self._dispatch(message.batch)
+                self._lost = "moved"
         finally:
-            self._outbox = None
+            if self._outbox is not None:
+                self._go_down()
             outbox.close()
             call.cancel()
-            self._lose_all()
+
+    def _come_up(self, outbox: Outbox) -> None:
+        """Submits what was held, in the order in which it came."""
+        self._outbox, self._failures = outbox, 0
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+        for generation in list(self._generations.values()):
+            self._submit(generation, self._lost)
+
+    def _go_down(self) -> None:
+        """Holds what has not ended."""
+        self._outbox = None
+        self._holding = asyncio.get_running_loop().call_later(self._wait_s, self._give_up)
+        if self._generations:
+            logger.warning("%d requests wait up to %g s for a scheduler", len(self._generations), self._wait_s)
+
+    def _give_up(self) -> None:
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+        self._fail_all(LOST)
+
+    def _submit(self, generation: Generation, cause: Cause) -> None:
+        """Sends its first attempt or its next one, if there is a session."""
+        if self._outbox is None:
+            return
+        if generation.sent:
+            self._on_resubmit(cause)
+        submit = generation.next_submit(planned=cause == "moved")
+        if submit is None:
+            del self._generations[generation.request]
+            self._outbox.put(GenerationSessionRequest(cancel=Cancel(request=generation.request, attempt=generation.submit.attempt)))
+        else:
+            self._outbox.put(GenerationSessionRequest(submit=submit))
 
     async def _welcomed(self, messages: AsyncIterator[GenerationSessionResponse]) -> None:
         """Reads the scheduler's hello. Raises ProtocolError when it is none of ours or led by a scheduler that was replaced."""
@@ -155,8 +242,11 @@ class SchedulerClient:
                 cancel.reason = FinishReason.FINISH_REASON_STOP
             self._outbox.put(GenerationSessionRequest(cancel=cancel))
 
-    def _lose_all(self) -> None:
-        """Ends every live request: with a next attempt, requests would be submitted again instead."""
+    def _fail_all(self, message: str) -> None:
         lost, self._generations = self._generations, {}
         for generation in lost.values():
-            generation.fail(Unavailable("the backend was lost: try again later", retry_after_s=RETRY_AFTER_S))
+            generation.fail(Unavailable(message, retry_after_s=RETRY_AFTER_S))
+
+
+def _words(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name.lower()}: {error.details()}"

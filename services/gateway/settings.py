@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from services.gateway.chat.output import ReasoningSetting, ToolSetting
-from shared.settings import AdminPort, Settings
+from shared.settings import Addresses, AdminPort, Settings
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]  # printable ASCII, no blanks
 
@@ -19,7 +19,7 @@ class GatewaySettings(Settings):
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 lets the kernel pick.")
     admin_port: AdminPort = 9100
-    scheduler: Annotated[list[Address], NoDecode] = Field(
+    scheduler: Addresses = Field(
         ["127.0.0.1:7100"],
         min_length=1,
         max_length=16,

@@ -3,12 +3,10 @@
 from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from services.scheduler.policy import PolicyName
-from shared.settings import AdminPort, Settings, TraceEndpoint, TraceRatio
-
-Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+from shared.settings import Addresses, AdminPort, Settings, TraceEndpoint, TraceRatio
 
 
 class SchedulerSettings(Settings):
@@ -18,9 +16,7 @@ class SchedulerSettings(Settings):
 
     port: int = Field(7100, ge=0, le=65535, description="gRPC port; 0 lets the kernel pick.")
     admin_port: AdminPort = 9101
-    worker: Annotated[list[Address], NoDecode] = Field(
-        min_length=1, description="Address host:port of a worker; repeatable, in the variable separated by commas."
-    )
+    worker: Addresses = Field(min_length=1, description="Address host:port of a worker; repeatable, in the variable separated by commas.")
     served_model_name: str = Field("default", min_length=1, max_length=256, description="Label model_name of the metrics.")
     vllm_names: bool = Field(True, description="Export the engine's series under vLLM's names too.")
     log_requests: bool = Field(False, description="Log what each request went through when it ends; else only at log level debug.")
@@ -44,11 +40,6 @@ class SchedulerSettings(Settings):
     jump: bool = Field(True, description="A new request's first prefill overtakes plans sent before; needs overlap.")
     policy: PolicyName = Field("mixed", description="Who comes first in a step: streams and prompts both, prompts, or streams.")
     prefix_cache: bool = Field(True, description="Keys and values of common prefixes are computed once and kept while there is room.")
-
-    @field_validator("worker", mode="before")
-    @classmethod
-    def split_at_commas(cls, value: object) -> object:
-        return value.split(",") if isinstance(value, str) else value
 
     @field_validator("worker")
     @classmethod

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class Stack:
     http: httpx.AsyncClient
     folder: Path
     stop: asyncio.Event
+    admin_url: str
 
     def plays(self, *steps: Any, reason: Any = STOP, **script: Any) -> None:
         """What every request from now on gets."""
@@ -107,16 +108,20 @@ async def start(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     running: list[asyncio.Task[None]] = []
     stacks: list[Stack] = []
 
-    async def start_stack(scheduler: dict[str, Any] | None = None, wait: bool = True, **settings: Any) -> Stack:
+    async def start_stack(
+        scheduler: dict[str, Any] | None = None, wait: bool = True, more_schedulers: Sequence[ScriptedScheduler] = (), **settings: Any
+    ) -> Stack:
         scripted = ScriptedScheduler(**{"folder": tokenizer_folder, **(scheduler or {})})
         await scripted.start()
         ports = tmp_path / f"ports-{len(running)}"
         given = {"port": 0, "admin_port": 0, "served_model_name": ["tiny", "org/tiny"], "drain_s": 0, **settings}
-        service = serve(GatewaySettings(scheduler=f"127.0.0.1:{scripted.port}", ports_file=ports, **given), stop)
+        targets = [f"127.0.0.1:{each.port}" for each in (scripted, *more_schedulers)]
+        service = serve(GatewaySettings(scheduler=targets, ports_file=ports, **given), stop)
         running.append(asyncio.create_task(service))
         await eventually_async(ports.exists)
-        http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{json.loads(ports.read_text())['http']}", timeout=30)
-        stack = Stack(scripted, http, scripted.folder, stop)
+        bound = json.loads(ports.read_text())
+        http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{bound['http']}", timeout=30)
+        stack = Stack(scripted, http, scripted.folder, stop, f"http://127.0.0.1:{bound['admin']}")
         stacks.append(stack)
         while wait and (await http.get("/health")).status_code != 200:
             await asyncio.sleep(0.01)

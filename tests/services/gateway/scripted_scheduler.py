@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -87,6 +88,11 @@ class ScriptedScheduler(GenerationServicer):
             await self._server.stop(0)
             self._server = None
 
+    async def end_sessions(self) -> None:
+        """Ends every session in good order."""
+        for outbox in self._outboxes:
+            outbox.close()
+
     def fall_silent(self) -> None:
         """Sends nothing any more, as a machine that hangs."""
         self._silent = True
@@ -115,12 +121,14 @@ class ScriptedScheduler(GenerationServicer):
     async def Session(self, request_iterator, context):
         outbox: Outbox = rpc.Outbox(lambda: GenerationSessionResponse(heartbeat=SessionHeartbeat()))
         reader = asyncio.create_task(self._read(request_iterator, outbox))
+        self._outboxes.append(outbox)
         try:
             async for message in outbox:
                 if self._silent:
                     await asyncio.Event().wait()
                 yield message
         finally:
+            self._outboxes.remove(outbox)
             reader.cancel()
 
     async def _read(self, requests: AsyncIterator[GenerationSessionRequest], outbox: Outbox) -> None:
@@ -140,18 +148,23 @@ class ScriptedScheduler(GenerationServicer):
                     players[request.cancel.request].cancel()
 
     async def _play(self, submit: Submit, script: Script, outbox: Outbox) -> None:
-        name = {"request": submit.request, "attempt": submit.attempt}
+        name: dict[str, Any] = {"request": submit.request, "attempt": submit.attempt}
         if script.rejected is not None:
             rejected = Rejected(**name, reason=script.rejected, detail=script.detail, retry_after_ms=script.retry_after_ms)
             outbox.put(GenerationSessionResponse(batch=TokenBatch(rejected=[rejected])))
             return
         length, reason, batch = 0, script.reason, TokenBatch()
+        delivered = len(submit.delivered_ids) // 4  # of an earlier attempt
         for step in script.steps:
             if isinstance(step, asyncio.Event):
                 await step.wait()
                 continue
+            if length + len(step) <= delivered:
+                length += len(step)
+                continue
             await asyncio.sleep(script.step_s)
-            ids = list(step)[: submit.max_tokens - length]
+            ids = list(step)[max(delivered - length, 0) : submit.max_tokens - length]
+            length = max(length, delivered)
             index = length + (script.index_shift if length else 0)
             cached_tokens = 0 if length else script.cached_tokens
             batch = TokenBatch(tokens=[Tokens(**name, first_index=index, ids=ids_to_bytes(ids), cached_tokens=cached_tokens)])
