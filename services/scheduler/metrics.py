@@ -154,6 +154,14 @@ class SchedulerMetrics:
             self._engines[name] = EngineMetrics(self._series, self._gauges, self._model_name, name)
         return self._engines[name]
 
+    def states(self) -> dict[str, list[EngineState]]:
+        """By engine: none of one that is lost, several where groups share a name."""
+        return self._gauges.states()
+
+    def token_counts(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """By engine: prompt tokens asked of the prefix cache, those found there, and completion tokens."""
+        return _totals(self._series.queried), _totals(self._series.hits), _totals(self._series.generation)
+
     def rejected(self, reason: RejectReason) -> None:
         """A request was not accepted."""
         self._rejected[reason].inc()
@@ -322,9 +330,13 @@ class _Gauges(Collector):
         self.read: dict[str, list[ReadState]] = {}  # by engine: none once it is lost, several where groups share a name
         registry.register(self)
 
+    def states(self) -> dict[str, list[EngineState]]:
+        """By engine."""
+        return {name: [read() for read in list(reads)] for name, reads in list(self.read.items())}
+
     def collect(self) -> Iterable[Metric]:
         labels = ["model_name", "engine"]
-        states = {(self._model_name, name): [read() for read in list(reads)] for name, reads in list(self.read.items())}
+        states = {(self._model_name, name): groups for name, groups in self.states().items()}
         for gauge, documentation, value in GAUGES:
             family = GaugeMetricFamily(f"lockstep_{gauge}", documentation, labels=labels)
             for engine, groups in states.items():
@@ -343,3 +355,9 @@ class _Gauges(Collector):
             for page_size, number in sorted({(state.page_size, state.num_pages) for state in groups if state.num_pages}):
                 config.add_metric([*engine, str(page_size), str(number)], 1)
         yield from (usage, pages, config)
+
+
+def _totals(counter: Counter) -> dict[str, int]:
+    """By engine."""
+    samples = (sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total"))
+    return {sample.labels["engine"]: int(sample.value) for sample in samples}

@@ -16,6 +16,7 @@ from services.scheduler.requests import Key, Request
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.session import GatewaySession
 from services.scheduler.settings import SchedulerSettings
+from services.scheduler.status import status_of
 from shared.errors import LockstepError, ProtocolError
 from shared.protocol import files
 from shared.protocol import generation_pb2 as pb
@@ -36,6 +37,7 @@ class GenerationService(GenerationServicer):
 
     def __init__(self, settings: SchedulerSettings, leadership: Leadership, metrics: SchedulerMetrics, history: History) -> None:
         self.leadership = leadership
+        self._metrics = metrics
         self.scheduler = Scheduler(
             settings.max_waiting_requests,
             settings.max_waiting_tokens,
@@ -75,6 +77,9 @@ class GenerationService(GenerationServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"the model here is {model.fingerprint}")
         for message in files.messages(model.files, pb.GenerationFilesResponse):
             yield message
+
+    async def Status(self, request: pb.GenerationStatusRequest, context: Context) -> pb.GenerationStatusResponse:
+        return status_of(self._metrics)
 
     async def Session(self, request_iterator: Messages, context: Context) -> AsyncIterator[pb.GenerationSessionResponse]:
         if not self.leadership.leads:

@@ -278,3 +278,34 @@ class Rejected(_message.Message):
     detail: str
     retry_after_ms: int
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RejectReason, str]] = ..., detail: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class GenerationStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GenerationStatusResponse(_message.Message):
+    __slots__ = ("waiting", "groups")
+    class Group(_message.Message):
+        __slots__ = ("name", "ready", "running", "waiting", "kv_usage", "prompt_tokens", "cached_tokens", "generation_tokens")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        READY_FIELD_NUMBER: _ClassVar[int]
+        RUNNING_FIELD_NUMBER: _ClassVar[int]
+        WAITING_FIELD_NUMBER: _ClassVar[int]
+        KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+        PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        ready: bool
+        running: int
+        waiting: int
+        kv_usage: float
+        prompt_tokens: int
+        cached_tokens: int
+        generation_tokens: int
+        def __init__(self, name: _Optional[str] = ..., ready: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ...) -> None: ...
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    groups: _containers.RepeatedCompositeFieldContainer[GenerationStatusResponse.Group]
+    def __init__(self, waiting: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GenerationStatusResponse.Group, _Mapping]]] = ...) -> None: ...

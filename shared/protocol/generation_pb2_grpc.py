@@ -49,6 +49,11 @@ class GenerationStub(object):
                 request_serializer=shared_dot_protocol_dot_generation__pb2.GenerationSessionRequest.SerializeToString,
                 response_deserializer=shared_dot_protocol_dot_generation__pb2.GenerationSessionResponse.FromString,
                 _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/lockstep.v1.Generation/Status',
+                request_serializer=shared_dot_protocol_dot_generation__pb2.GenerationStatusRequest.SerializeToString,
+                response_deserializer=shared_dot_protocol_dot_generation__pb2.GenerationStatusResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer(object):
@@ -76,6 +81,13 @@ class GenerationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Status(self, request, context):
+        """How things stand, for people to look at. Whoever computes with it asks for the metrics.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=shared_dot_protocol_dot_generation__pb2.GenerationSessionRequest.FromString,
                     response_serializer=shared_dot_protocol_dot_generation__pb2.GenerationSessionResponse.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=shared_dot_protocol_dot_generation__pb2.GenerationStatusRequest.FromString,
+                    response_serializer=shared_dot_protocol_dot_generation__pb2.GenerationStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class Generation(object):
             '/lockstep.v1.Generation/Session',
             shared_dot_protocol_dot_generation__pb2.GenerationSessionRequest.SerializeToString,
             shared_dot_protocol_dot_generation__pb2.GenerationSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Generation/Status',
+            shared_dot_protocol_dot_generation__pb2.GenerationStatusRequest.SerializeToString,
+            shared_dot_protocol_dot_generation__pb2.GenerationStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

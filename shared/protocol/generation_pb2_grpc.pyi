@@ -22,6 +22,8 @@ class GenerationStub:
     """One stream per gateway process carries all its requests. The first message each way is a hello.
     A scheduler that stops ends it in good order, after all tokens: the gateway takes its live requests to the next leader.
     """
+    Status: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerationStatusRequest, _generation_pb2.GenerationStatusResponse]
+    """How things stand, for people to look at. Whoever computes with it asks for the metrics."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -49,5 +51,13 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         """One stream per gateway process carries all its requests. The first message each way is a hello.
         A scheduler that stops ends it in good order, after all tokens: the gateway takes its live requests to the next leader.
         """
+
+    @_abc_1.abstractmethod
+    def Status(
+        self,
+        request: _generation_pb2.GenerationStatusRequest,
+        context: _aio.ServicerContext[_generation_pb2.GenerationStatusRequest, _abc.Awaitable[_generation_pb2.GenerationStatusResponse]],
+    ) -> _abc.Awaitable[_generation_pb2.GenerationStatusResponse]:
+        """How things stand, for people to look at. Whoever computes with it asks for the metrics."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _aio.Server) -> None: ...
