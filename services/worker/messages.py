@@ -3,13 +3,17 @@
 import json
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from services.worker.engine.interface import Facts, Memory
+from shared.protocol.logprobs import LOGPROB, Logprobs, logprobs_from_bytes
 from shared.protocol.plan import Int32s, ids_from_bytes, ids_to_bytes
 
 MAX_PACKET_BYTES = 1 << 17
 _DONE = struct.Struct("<qqqq")
+_SCORED = struct.Struct("<q")
+RECORDS_PER_PACKET = MAX_PACKET_BYTES // 2 // LOGPROB.itemsize
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,29 @@ class Done:
     ids: Int32s
 
 
-Message = Loading | Ready | Failed | ResetDone | Done
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of an iteration whose Done follows; in pieces, where they are many."""
+
+    plan: int
+    records: Logprobs
+
+
+Message = Loading | Ready | Failed | ResetDone | Done | Scored
+
+
+def scored(plan: int, records: Logprobs) -> Iterator[Scored]:
+    """The messages that carry so many records."""
+    for at in range(0, len(records), RECORDS_PER_PACKET):
+        yield Scored(plan, records[at : at + RECORDS_PER_PACKET])
 
 
 def encode(message: Message) -> bytes:
     match message:
         case Done():
             return b"D" + _DONE.pack(message.plan, message.start_us, message.end_us, message.idle_us) + ids_to_bytes(message.ids)
+        case Scored():
+            return b"S" + _SCORED.pack(message.plan) + message.records.tobytes()
         case Ready():
             return b"R" + json.dumps(asdict(message)).encode()
         case Loading():
@@ -71,6 +91,8 @@ def decode(packet: bytes) -> Message:
     if kind == b"D":
         plan, start_us, end_us, idle_us = _DONE.unpack_from(body)
         return Done(plan, start_us, end_us, idle_us, ids_from_bytes(body[_DONE.size :]))
+    if kind == b"S":
+        return Scored(_SCORED.unpack_from(body)[0], logprobs_from_bytes(body[_SCORED.size :]))
     content = json.loads(body)
     if kind == b"R":
         facts = content["facts"]

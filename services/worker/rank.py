@@ -14,7 +14,7 @@ from pathlib import Path
 
 from services.worker.distributed.board import Mark, Place
 from services.worker.engine.interface import LAUNCH_AHEAD, Engine, Flight, Progress, RankSpec, Step
-from services.worker.messages import Done, Failed, Loading, Message, Ready, ResetDone, encode
+from services.worker.messages import Done, Failed, Loading, Message, Ready, ResetDone, encode, scored
 from services.worker.ring import Kind, RingReader
 from shared import logging as logs
 from shared.errors import ConfigError, LockstepError, PeerLost
@@ -128,6 +128,8 @@ class Loop:
         end_us, last_end_us = time.monotonic_ns() // 1000, self._last_end_us or flying.launched_us
         start_us = max(flying.launched_us, last_end_us)  # the device takes one after the other
         if self._answers:
+            for message in scored(flying.plan, flying.flight.logprobs()):
+                self._reporter.send(message)
             self._reporter.send(Done(flying.plan, start_us, end_us, start_us - last_end_us, ids))
         self._last_end_us = end_us
         if not self._flying:

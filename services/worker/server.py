@@ -60,6 +60,7 @@ class ExecuteStream:
                     start_us=result.start_us,
                     end_us=result.end_us,
                     idle_us=result.idle_us,
+                    logprobs=result.logprobs.tobytes(),
                 )
             )
         )

@@ -24,13 +24,14 @@ import numpy as np
 from services.worker.distributed.board import Board
 from services.worker.distributed.rendezvous import Rendezvous
 from services.worker.engine.interface import LAUNCH_AHEAD, Facts, RankSpec
-from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Message, Ready, ResetDone, decode, socket_pair
+from services.worker.messages import MAX_PACKET_BYTES, Done, Failed, Loading, Message, Ready, ResetDone, Scored, decode, socket_pair
 from services.worker.metrics import GroupMetrics
 from services.worker.order import LaunchOrder
 from services.worker.rank import spec_to_json
 from services.worker.ring import Kind, RingFull, RingWriter, create_ring
 from services.worker.settings import WorkerSettings
 from shared.errors import ConfigError, LockstepError
+from shared.protocol.logprobs import NO_LOGPROBS, Logprobs
 from shared.protocol.plan import Int32s, Limits, Plan, PlanFlag, check
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Result:
     start_us: int
     end_us: int
     idle_us: int
+    logprobs: Logprobs  # of all iterations
 
 
 @dataclass(eq=False)
@@ -70,6 +72,7 @@ class _Queued:
     on_result: Callable[[Result], None]
     written: bool = False
     done: list[Done] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=lambda: [NO_LOGPROBS])
 
 
 class _Rank:
@@ -272,6 +275,8 @@ class Supervisor:
         match message:
             case Done() as done:
                 self._on_done(done)
+            case Scored(_, records):
+                self._launched[0].logprobs.append(records)
             case ResetDone(number):
                 waiting, future = self._resets[number]
                 waiting.discard(rank)
@@ -339,6 +344,7 @@ class Supervisor:
                     start_us=queued.done[0].start_us,
                     end_us=done.end_us,
                     idle_us=queued.done[0].idle_us,
+                    logprobs=np.concatenate(queued.logprobs),
                 )
             )
 

@@ -5,6 +5,7 @@ B rows, T tokens.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from services.worker.engine.devices import HOST_KV_CACHE_BYTES, communicator_of,
 from services.worker.engine.features import VARIANTS, Feature, SlotFeatures
 from services.worker.engine.graphs import DecodeGraphs
 from services.worker.engine.interface import Facts, Flight, Landed, Memory, Progress, RankSpec
+from services.worker.engine.logprobs import PromptScores, ids_of, records_of, scored_tokens, table
+from services.worker.engine.penalties import Penalties
 from services.worker.engine.sampling import CandidateSampler, FullSampler, Sampler
 from services.worker.engine.sections import Sections, decode_sections, row_sections, samples, sections_of
 from services.worker.engine.slots import Slots
@@ -30,7 +33,7 @@ from services.worker.weights.folder import ModelFolder
 from services.worker.weights.loader import load
 from services.worker.weights.random_weights import randomise
 from shared.errors import ConfigError
-from shared.protocol.plan import Int32s, Plan
+from shared.protocol.plan import Int32s, Plan, RowFlag
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +77,11 @@ class TorchEngine:
         pages_per_slot = -(-max_length // spec.page_size)
         self.slots = Slots(spec.slots, pages_per_slot, torch.tensor(folder.eos_ids, dtype=torch.int32, device=device))
         self.features = SlotFeatures(spec.slots)
+        self.penalties = Penalties(spec.slots + 1, self.sampler.columns, self.sampler.first, device)
+        self.prompt_scores = PromptScores(spec.slots, self.sampler)
         self.max_step_tokens, self.max_length = spec.max_step_tokens, max_length
         self.caches: list[LayerCache] = []
+        self.token_ids = torch.empty(0)  # [pages * page_size] int32: whose keys and values the cache holds at each place
         shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
         budget = spec.kv_cache_memory_bytes or HOST_KV_CACHE_BYTES
         if device.type == "cuda" and spec.num_pages is None and spec.kv_cache_memory_bytes is None:
@@ -84,7 +90,7 @@ class TorchEngine:
         if pages < 2:
             raise ConfigError(f"kv_cache_memory_bytes: {budget} hold no two pages of {shape.page_bytes} bytes")
         progress("allocating the KV cache", 0.0)
-        self.caches = allocate(shape, pages, device)
+        self._allocate(shape, pages)
 
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         self.memory = Memory(weights, kv_cache=pages * shape.page_bytes)
@@ -106,8 +112,13 @@ class TorchEngine:
         if len(plan.release_slots):
             self.slots.release(sections["release_slots"])
         if len(plan.admissions):
+            before = self.features.of(plan.admissions["slot"])
             self.features.admit(plan.admissions)
             self.slots.admit(sections["admissions"])
+            if Feature.PENALTIES in before | self.features.of(plan.admissions["slot"]):
+                self.penalties.admit(sections["admissions"])
+        if len(plan.bias_slots):
+            self.penalties.bias(*(sections[f"bias_{name}"] for name in ("slots", "indexes", "ids", "values")))
         if len(plan.grant_slots):
             self.slots.grant(sections["grant_slots"], sections["grant_indexes"], sections["grant_pages"])
         return step
@@ -127,6 +138,7 @@ class TorchEngine:
             sections["prefill_ids"],
             self.page_size,
         )
+        self.token_ids[locations] = ids
         decode_rows = len(sections["decode_slots"])
         last_of_chunks = decode_rows + query_starts[1:].long() - 1
         return Batch(
@@ -147,21 +159,31 @@ class TorchEngine:
         return self.sampler.logits(self.model(batch, self.caches))
 
     def choose(self, batch: Batch, logits: Tensor, sampled: Tensor, features: Feature) -> Tensor:
-        """Samples from logits, which it may change, and advances the slots -> ids `[B]` int32.
+        """Samples from logits, which it may change, and advances the slots -> ids `[B]` int32, or with LOGPROBS a table of them.
 
         sampled `[B]` bool: the rows that yield a token.
         """
         state, sampler, slots = self.slots, self.sampler, batch.slots.long()
+        raw = logits.clone() if Feature.LOGPROBS in features else logits
+        if Feature.PENALTIES in features:
+            self.penalties.apply(logits, slots)
         if Feature.LEAST_LENGTH in features:
             state.forbid_early_end(logits, slots, batch.lengths, sampler.first)
         tokens = sampler.choose(logits, state.sampling(slots, batch.lengths) if Feature.SAMPLING in features else None)
-        return state.advance(slots, batch.lengths, tokens, sampled)
+        ids = state.advance(slots, batch.lengths, tokens, sampled)
+        if Feature.PENALTIES in features:
+            self.penalties.count(slots, ids)
+        return table(ids, batch.lengths, sampler.logprobs(raw, ids)) if Feature.LOGPROBS in features else ids
 
     def decode(self, slots: Tensor, features: Feature) -> Tensor:
         """A whole decode step of `slots` `[B]` int32 -> ids `[B]` int32; from the device's state alone, so that it can be captured."""
         sections = decode_sections(slots)
         batch = self.batch(sections, 0)
         return self.choose(batch, self.logits(batch), samples(sections), features)
+
+    def _allocate(self, shape: CacheShape, pages: int) -> None:
+        self.caches = allocate(shape, pages, self.device)
+        self.token_ids = torch.zeros(pages * self.page_size, dtype=torch.int32, device=self.device)
 
     def _warm_up(self, spec: RankSpec, staging: PlanStaging, progress: Progress) -> None:
         """Compiles what the first steps would have to wait for, and captures the decode steps. Rows of nobody, who write to the
@@ -190,7 +212,7 @@ class TorchEngine:
     def _memory_left(self, shape: CacheShape, spec: RankSpec, progress: Progress) -> int:
         """Bytes for the KV cache: the rank's part of the GPU less what is in use and what the largest step needs, which is tried."""
         progress("measuring memory", 0.0)
-        self.caches = allocate(shape, 1, self.device)
+        self._allocate(shape, 1)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -209,6 +231,7 @@ class TorchEngine:
 class TorchStep:
     def __init__(self, engine: TorchEngine, plan: Plan, words: Int32s) -> None:
         self.engine, self.plan, self.words = engine, plan, words
+        self.scores: Tensor | None = None  # of prompts, once it has run: a table
         staging = engine.staging
         self.sections = sections_of(plan, torch.from_numpy(words) if staging is None else staging.words)
 
@@ -224,20 +247,49 @@ class TorchStep:
             return Landed(plan.row_slots)  # nothing to compute: slots were released
         self.load()
         features = engine.features.of(plan.row_slots)
+        wanted = engine.features.asking(plan.row_slots, Feature.LOGPROBS)
         if engine.graphs is not None and not len(plan.prefill_slots):
             engine.mark.count_replayed()
-            return engine.results.send(engine.graphs.replay(plan.rows, features))
-        ids = self.choose(*self.forward())
-        return Landed(ids.numpy()) if engine.staging is None else engine.results.send(ids)
+            return engine.results.send(engine.graphs.replay(plan.rows, features), wanted)
+        result = self.choose(*self.forward())
+        if engine.staging is not None:
+            return engine.results.send(result, wanted, self.scores)
+        host = result.numpy()
+        return Landed(ids_of(host), records_of(host, wanted, None if self.scores is None else self.scores.numpy()))
 
     def forward(self) -> tuple[Batch, Tensor]:
         """This iteration's batch and its logits."""
-        batch = self.engine.batch(self.sections, int(self.plan.prefill_lengths.max(initial=0)))
-        return batch, self.engine.logits(batch)
+        engine = self.engine
+        batch = engine.batch(self.sections, int(self.plan.prefill_lengths.max(initial=0)))
+        scored = scored_tokens(self.plan)
+        if not len(scored):
+            return batch, engine.logits(batch)
+        tokens = torch.cat((batch.last_tokens, torch.from_numpy(scored).to(engine.device)))
+        hidden = engine.model(replace(batch, last_tokens=tokens), engine.caches)
+        self.scores = engine.prompt_scores.score(self.plan, self.sections["prefill_ids"], hidden[batch.rows :])
+        return batch, engine.sampler.logits(hidden[: batch.rows])
 
     def choose(self, batch: Batch, logits: Tensor) -> Tensor:
         """The engine's, with the plan's flags and what its rows ask for."""
-        return self.engine.choose(batch, logits, samples(self.sections), self.engine.features.of(self.plan.row_slots))
+        engine, plan = self.engine, self.plan
+        features = engine.features.of(plan.row_slots)
+        if Feature.PENALTIES in features and len(plan.prefill_slots):
+            self._recount(plan)
+        return engine.choose(batch, logits, samples(self.sections), features)
+
+    def _recount(self, plan: Plan) -> None:
+        """Counts the ids of the requests whose prefill ends here."""
+        engine, sections = self.engine, self.sections
+        starting = engine.features.asking(plan.prefill_slots, Feature.PENALTIES) & ((plan.prefill_flags & RowFlag.SAMPLE) != 0)
+        engine.penalties.recount(
+            sections["prefill_slots"],
+            sections["prefill_starts"] + sections["prefill_lengths"],
+            sections["prefill_flags"],
+            int((plan.prefill_starts + plan.prefill_lengths)[starting].sum()),
+            engine.token_ids,
+            engine.slots.page_table,
+            engine.page_size,
+        )
 
 
 def _built(build: Callable[[], Decoder], dtype: torch.dtype, device: torch.device) -> Decoder:

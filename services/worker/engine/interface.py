@@ -5,12 +5,13 @@ order of the launches. An engine that computes in the launch itself has its resu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from services.worker.distributed.rendezvous import CommunicatorKind
 from services.worker.weights.folder import LoadFormat
+from shared.protocol.logprobs import NO_LOGPROBS, Logprobs
 from shared.protocol.plan import Int32s, Plan
 
 Progress = Callable[[str, float], None]  # (phase, share of it that is done)
@@ -81,18 +82,25 @@ class Flight(Protocol):
         """`[rows]`: decode rows, then prefill rows; see NO_TOKEN and FAILED_ROW. Waits until it has landed; asked once, in the order
         of the launches."""
 
+    def logprobs(self) -> Logprobs:
+        """Of the rows that want them: of their tokens, and of their prompts' where the plan has them scored. Asked after `ids`."""
+
 
 @dataclass(frozen=True)
 class Landed:
     """The flight of an engine that computes in the launch itself."""
 
     result: Int32s
+    records: Logprobs = field(default_factory=NO_LOGPROBS.copy)
 
     def landed(self) -> bool:
         return True
 
     def ids(self) -> Int32s:
         return self.result
+
+    def logprobs(self) -> Logprobs:
+        return self.records
 
 
 class Step(Protocol):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.penalties import count, penalise
-from shared.protocol.plan import MAX_BIASES, NO_TOKEN, SlotFlag
+from services.worker.engine.slots import column_of, floats_of
+from shared.protocol.plan import MAX_BIASES, NO_TOKEN, RowFlag, SlotFlag
 
 NO_BIAS = -1
 
@@ -20,7 +21,7 @@ class Penalties:
 
     def __init__(self, slots: int, columns: int, first: int, device: torch.device) -> None:
         self.counts = torch.empty(slots, columns, dtype=torch.int32, device=device)  # of `kernels.penalties`; once recounted
-        self.counted = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.counted = torch.zeros(slots, dtype=torch.bool, device=device)  # as `Feature.PENALTIES` on the host
         self.presence, self.frequency = torch.zeros(2, slots, device=device)
         self.repetition = torch.ones(slots, device=device)
         self.prompt_length = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -28,13 +29,15 @@ class Penalties:
         self.bias_values = torch.zeros(slots, MAX_BIASES, device=device)
         self._first = first
 
-    def admit(self, slots: Tensor, flags: Tensor, prompt_lengths: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> None:
-        """What the admissions `[A]` say; slots int64."""
-        self.counted[slots] = counted = (flags & SlotFlag.PENALTIES) != 0
-        self.presence[slots] = presence.where(counted, 0.0)
-        self.frequency[slots] = frequency.where(counted, 0.0)
-        self.repetition[slots] = repetition.where(counted, 1.0)
-        self.prompt_length[slots] = prompt_lengths
+    def admit(self, records: Tensor) -> None:
+        """records `[A, 32]` int32, see `shared.protocol.plan.ADMISSION`. Resets everything of the slots but the counts."""
+        slots, flags = column_of(records, "slot").long(), column_of(records, "flags")
+        penalised = (flags & SlotFlag.PENALTIES) != 0
+        self.counted[slots] = penalised | ((flags & SlotFlag.BIASES) != 0)
+        self.presence[slots] = floats_of(records, "presence").where(penalised, 0.0)
+        self.frequency[slots] = floats_of(records, "frequency").where(penalised, 0.0)
+        self.repetition[slots] = floats_of(records, "repetition").where(penalised, 1.0)
+        self.prompt_length[slots] = column_of(records, "prompt_length")
         self.bias_ids[slots] = NO_BIAS
 
     def bias(self, slots: Tensor, indexes: Tensor, ids: Tensor, values: Tensor) -> None:
@@ -42,13 +45,17 @@ class Penalties:
         self.bias_ids[slots.long(), indexes.long()] = ids
         self.bias_values[slots.long(), indexes.long()] = values.contiguous().view(torch.float32)
 
-    def recount(self, slots: Tensor, lengths: Tensor, total: int, token_ids: Tensor, page_table: Tensor, page_size: int) -> None:
-        """Counts the ids of these slots, of which none comes twice, anew: slots int64, lengths `[P]` tokens in their pages.
+    def recount(
+        self, slots: Tensor, ends: Tensor, flags: Tensor, total: int, token_ids: Tensor, page_table: Tensor, page_size: int
+    ) -> None:
+        """Counts what the pages of prefill rows hold, of those that are counted and yield a token; slots, ends, flags `[P]` int32.
 
-        total: the sum of the lengths. A slot with length 0 is left alone. token_ids: by place in the cache, page_table by slot.
+        ends: tokens in the pages; total: the sum of theirs. token_ids int32 by place in the cache, page_table `[S, pages]` int32.
         """
-        nobody = len(self.counts) - 1
-        self.counts[slots.where(lengths > 0, nobody)] = 0
+        slots, nobody = slots.long(), len(self.counts) - 1
+        wanted = ((flags & RowFlag.SAMPLE) != 0) & self.counted[slots]
+        self.counts[slots.where(wanted, nobody)] = 0
+        lengths = ends.where(wanted, 0)
         row = torch.repeat_interleave(lengths, output_size=total)
         positions = torch.arange(total, device=slots.device) - (lengths.cumsum(0) - lengths)[row]
         owners = slots[row]

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.noise import gumbel
 from kernels.sampling import FAILED, GREEDY_BELOW, greedy, kept, sample
 from services.worker.distributed.board import Mark
+from services.worker.engine.logprobs import LogprobTensors, of_all, of_columns
 from services.worker.layers.vocabulary import VocabularyTable
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Sampling:
 
 class Sampler(Protocol):
     first: int  # the vocabulary id of the logits' first column
+    columns: int  # of the logits
     captured: bool  # whether a CUDA graph can hold it: it never waits for the device
 
     def logits(self, x: Tensor) -> Tensor:
@@ -50,6 +52,9 @@ class Sampler(Protocol):
 
     def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
         """Tokens `[B]` int32, the same on every rank; -2 for a row with a NaN. None: all rows are greedy."""
+
+    def logprobs(self, logits: Tensor, chosen: Tensor) -> LogprobTensors:
+        """Of the ids chosen `[B]` int32, the same on every rank; from logits that nothing has changed."""
 
 
 class FullSampler:
@@ -59,6 +64,7 @@ class FullSampler:
 
     def __init__(self, head: VocabularyTable) -> None:
         self._head = head
+        self.columns = head.vocab_size
 
     def logits(self, x: Tensor) -> Tensor:
         """`[B, V]`."""
@@ -66,6 +72,9 @@ class FullSampler:
 
     def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
         return greedy(logits) if sampling is None else sample(logits, *sampling.tensors)
+
+    def logprobs(self, logits: Tensor, chosen: Tensor) -> LogprobTensors:
+        return of_all(logits, chosen)
 
 
 class CandidateSampler:
@@ -79,7 +88,7 @@ class CandidateSampler:
 
     def __init__(self, head: VocabularyTable, mark: Mark) -> None:
         self._head, self._group, self._mark = head, head.group, mark
-        self.first = head.first
+        self.first, self.columns = head.first, len(head.weight)
         self._told = False
 
     def logits(self, x: Tensor) -> Tensor:
@@ -99,6 +108,9 @@ class CandidateSampler:
             if len(index):
                 tokens[index] = method(logits[index], sampling[index])
         return tokens
+
+    def logprobs(self, logits: Tensor, chosen: Tensor) -> LogprobTensors:
+        return of_columns(logits, chosen, self.first, self._group)
 
     def _best(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
         if sampling is None:

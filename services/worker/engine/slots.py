@@ -3,6 +3,8 @@
 S slots, A admissions, B rows.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,16 @@ from services.worker.engine.sampling import Sampling
 from shared.protocol.plan import ADMISSION, MAX_STOP_IDS, NO_STOP_ID, SlotFlag
 
 _COLUMN = {name: offset // 4 for name, (_, offset) in ((name, ADMISSION.fields[name][:2]) for name in ADMISSION.names or ())}  # type: ignore[index]
+
+
+def column_of(records: Tensor, name: str) -> Tensor:
+    """A field of ADMISSION, of records `[A, 32]` int32 -> `[A]` int32."""
+    return records[:, _COLUMN[name]]
+
+
+def floats_of(records: Tensor, name: str) -> Tensor:
+    """A field of ADMISSION that is a float32 -> `[A]`."""
+    return column_of(records, name).contiguous().view(torch.float32)
 
 
 class Slots:
@@ -42,22 +54,17 @@ class Slots:
         self.done.fill_(True)
 
     def release(self, slots: Tensor) -> None:
-        self.done[slots.long()] = True
+        self.done.index_fill_(0, slots.long(), True)
 
     def admit(self, records: Tensor) -> None:
         """records `[A, 32]` int32, see `shared.protocol.plan.ADMISSION`. Resets everything of the slots."""
 
-        def column(name: str) -> Tensor:
-            return records[:, _COLUMN[name]]
-
-        def floats(name: str) -> Tensor:
-            return column(name).contiguous().view(torch.float32)
-
+        column, floats = partial(column_of, records), partial(floats_of, records)
         slots = column("slot").long()
-        self.page_table[slots] = 0
-        self.length[slots] = 0
-        self.last_token[slots] = 0
-        self.done[slots] = False
+        self.page_table.index_fill_(0, slots, 0)
+        self.length.index_fill_(0, slots, 0)
+        self.last_token.index_fill_(0, slots, 0)
+        self.done.index_fill_(0, slots, False)
         self.min_length[slots] = column("min_length")
         self.max_length[slots] = column("max_length")
         self.ignore_eos[slots] = (column("flags") & SlotFlag.IGNORE_EOS) != 0

@@ -5,9 +5,12 @@ S slots, B rows.
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.engine.interface import LAUNCH_AHEAD
+from services.worker.engine.logprobs import COLUMNS, ids_of, records_of
+from shared.protocol.logprobs import Logprobs
 from shared.protocol.plan import MAX_PLAN_BYTES, Int32s
 
 RESULTS = LAUNCH_AHEAD + 2  # one is read while the launched ones are written
@@ -49,22 +52,27 @@ class ResultRing:
     """Pinned rows that the device writes, and an event for each: how the host learns that it did, and of faults before."""
 
     def __init__(self, slots: int) -> None:
-        self._rows = torch.empty(RESULTS, slots, dtype=torch.int32, pin_memory=True)
+        self._rows = torch.empty(RESULTS, slots * COLUMNS, dtype=torch.int32, pin_memory=True)
         self._events = [torch.cuda.Event() for _ in range(RESULTS)]
         self._turn = 0
 
-    def send(self, ids: Tensor) -> "RingFlight":
-        """ids `[B]` int32, as queued on the current stream."""
+    def send(self, result: Tensor, wanted: NDArray[np.bool_], scores: Tensor | None = None) -> "RingFlight":
+        """result, ids `[B]` int32 or a table of them, and scores, a table, as queued on the current stream; see `RingFlight.logprobs`."""
         self._turn = (self._turn + 1) % RESULTS
-        row, event = self._rows[self._turn, : len(ids)], self._events[self._turn]
-        row.copy_(ids, non_blocking=True)
+        row, event = self._rows[self._turn, : result.numel()].view(result.shape), self._events[self._turn]
+        row.copy_(result, non_blocking=True)
+        pinned = None
+        if scores is not None:
+            pinned = torch.empty(scores.shape, dtype=torch.int32, pin_memory=True)
+            pinned.copy_(scores, non_blocking=True)
         event.record()
-        return RingFlight(row, event)
+        return RingFlight(row, event, wanted, pinned)
 
 
 class RingFlight:
-    def __init__(self, row: Tensor, event: torch.cuda.Event) -> None:
-        self._row, self._event = row, event
+    def __init__(self, row: Tensor, event: torch.cuda.Event, wanted: NDArray[np.bool_], scores: Tensor | None) -> None:
+        self._row, self._event, self._wanted, self._scores = row, event, wanted, scores
+        self._result: Int32s = np.empty(0, dtype=np.int32)
 
     def landed(self) -> bool:
         done: bool = self._event.query()
@@ -72,4 +80,8 @@ class RingFlight:
 
     def ids(self) -> Int32s:
         self._event.synchronize()
-        return np.array(self._row.numpy())
+        self._result = np.array(self._row.numpy())
+        return ids_of(self._result)
+
+    def logprobs(self) -> Logprobs:
+        return records_of(self._result, self._wanted, None if self._scores is None else self._scores.numpy())
