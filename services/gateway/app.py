@@ -24,6 +24,7 @@ from services.gateway.openai.errors import error_response, status_of
 from services.gateway.openai.service import Gateway
 from services.gateway.page import routes as page
 from services.gateway.settings import GatewaySettings
+from services.gateway.status import Status
 from shared import logging as logs
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def create_app(gateway: Gateway, access: Access) -> ASGIApp:
         app.include_router(module.router)
     if gateway.settings.page:
         app.include_router(page.router())
+    app.add_api_route("/status", Status(gateway).answer, methods=["GET"])
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)

@@ -23,6 +23,8 @@ from shared.protocol.generation_pb2 import (
     GenerationDescribeResponse,
     GenerationSessionRequest,
     GenerationSessionResponse,
+    GenerationStatusRequest,
+    GenerationStatusResponse,
     SessionHeartbeat,
     SessionHello,
     Submit,
@@ -33,6 +35,7 @@ from shared.protocol.generation_pb2_grpc import GenerationStub
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.25  # doubled after each failure
+STATUS_TIMEOUT_S = 2.0
 MAX_RECONNECT_S = 1.0
 ANSWER_S = 1.0  # of one of several schedulers that says nothing
 
@@ -58,6 +61,7 @@ class SchedulerClient:
         self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._highest_epoch = 0
         self._outbox: Outbox | None = None  # of the session that is up
+        self._stub: GenerationStub | None = None  # of its scheduler
         self._generations: dict[int, Generation] = {}
         self._last_request = 0
         self._failures = 0  # in a row
@@ -89,6 +93,15 @@ class SchedulerClient:
         self._generations[generation.request] = generation
         self._submit(generation, "lost")
         return generation
+
+    async def status(self) -> GenerationStatusResponse:
+        """How the groups of the scheduler stand. Raises Unavailable."""
+        if self._stub is None:
+            raise Unavailable(LOST, retry_after_s=RETRY_AFTER_S)
+        try:
+            return await self._stub.Status(GenerationStatusRequest(), timeout=STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise Unavailable(f"the scheduler tells no status: {error.code().name.lower()}", retry_after_s=RETRY_AFTER_S) from error
 
     async def run(self) -> None:
         """Connects, and connects again whenever the session ends; until cancelled, which ends all requests."""
@@ -160,6 +173,7 @@ class SchedulerClient:
             async with aclosing(rpc.received(aiter(call), "the scheduler")) as messages:
                 await self._welcomed(messages)
                 logger.info("session with the scheduler at %s, epoch %d", target, self._highest_epoch)
+                self._stub = stub
                 self._come_up(outbox)
                 self._lost = "lost"
                 async for message in messages:
@@ -167,6 +181,7 @@ class SchedulerClient:
                         self._dispatch(message.batch)
                 self._lost = "moved"
         finally:
+            self._stub = None
             if self._outbox is not None:
                 self._go_down()
             outbox.close()

@@ -7,9 +7,15 @@ from pathlib import PurePath
 from fastapi import APIRouter
 from starlette.responses import Response
 
-MEDIA_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 NAMES: Mapping[str, str] = {  # by path
     "/": "index.html",
+    "/page/icon.svg": "icon.svg",
     "/page/style.css": "style.css",
     "/page/main.js": "main.js",
     "/page/api.js": "api.js",
