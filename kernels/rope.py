@@ -24,6 +24,7 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    query_scale: Tensor | None = None,
 ) -> Tensor:
     """Rotates q `[T, Q, H]` and k `[T, K, H]`, writes k and v `[T, K, H]` to the cache; returns q, contiguous `[T, Q, H]`.
 
@@ -31,6 +32,7 @@ def rope_and_store(
     sines, any attention factor included. Dimension i is paired with i + R/2; dimensions from R on pass through.
     locations `[T]` int64: page * N + offset of each token in k_cache and v_cache `[P, N, K, H]`.
     q_norm and k_norm `[H]`: weights of an RMSNorm over each head before the rotation.
+    query_scale `[L]` float32: a factor of the rotated queries by position.
     All in float32 between load and store. q, k and v may be strided views whose last dimension is contiguous.
     Raises ValueError for other strides and for a cache that is not contiguous.
     """
@@ -39,7 +41,7 @@ def rope_and_store(
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError(f"the caches must be contiguous [P, N, K, H], got strides {k_cache.stride()} and {v_cache.stride()}")
     implementation = rope_and_store_triton if q.is_cuda else rope_and_store_torch
-    return implementation(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps)
+    return implementation(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps, query_scale)
 
 
 def rope_and_store_torch(
@@ -54,12 +56,16 @@ def rope_and_store_torch(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    query_scale: Tensor | None = None,
 ) -> Tensor:
     cos, sin = table[positions.long()][:, None].chunk(2, dim=-1)
     rotated_k = _rotate(k.float() if k_norm is None else rms_norm_torch(k.float(), k_norm, eps), cos, sin)
     k_cache.view(-1, *k.shape[1:])[locations] = rotated_k.to(k_cache.dtype)
     v_cache.view(-1, *v.shape[1:])[locations] = v.to(v_cache.dtype)
-    return _rotate(q.float() if q_norm is None else rms_norm_torch(q.float(), q_norm, eps), cos, sin).to(q.dtype)
+    rotated_q = _rotate(q.float() if q_norm is None else rms_norm_torch(q.float(), q_norm, eps), cos, sin)
+    if query_scale is not None:
+        rotated_q *= query_scale[positions.long()][:, None, None]
+    return rotated_q.to(q.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,6 +86,7 @@ def rope_and_store_triton(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    query_scale: Tensor | None = None,
 ) -> Tensor:
     (tokens, q_heads, head_size), kv_heads, rotated = q.shape, k.shape[1], table.shape[1]
     out = q.new_empty(tokens, q_heads, head_size)
@@ -88,9 +95,9 @@ def rope_and_store_triton(
     # One head a program while that leaves multiprocessors idle, then enough heads that a program moves a few kilobytes.
     heads = 1 if tokens * (q_heads + kv_heads) <= 16 * multiprocessors(q.device) else min(triton.next_power_of_2(kv_heads), 8)
     _kernel[(tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))](
-        q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, out,
+        q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, query_scale, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps, q_heads, kv_heads, head_size, rotated // 2,
-        q_norm is not None, k_norm is not None, heads, triton.next_power_of_2(rotated // 2),
+        q_norm is not None, k_norm is not None, query_scale is not None, heads, triton.next_power_of_2(rotated // 2),
         triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0, triton.next_power_of_2(head_size),
         num_warps=1 if heads == 1 else 4, **pdl_options(q.device),
     )  # fmt: skip
@@ -99,29 +106,34 @@ def rope_and_store_triton(
 
 @triton.jit
 def _kernel(
-    q_ptr, k_ptr, v_ptr, positions_ptr, table_ptr, locations_ptr, k_cache_ptr, v_cache_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
-    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, eps,
+    q_ptr, k_ptr, v_ptr, positions_ptr, table_ptr, locations_ptr, k_cache_ptr, v_cache_ptr, q_norm_ptr, k_norm_ptr,
+    query_scale_ptr, out_ptr, q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, eps,
     Q: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     frequency = tl.arange(0, HALF_BLOCK)[None, :]
-    row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * 2 * HALF + frequency
+    position = tl.load(positions_ptr + token)
+    row = table_ptr + position.to(tl.int64) * 2 * HALF + frequency
     cos = tl.load(row, mask=frequency < HALF, other=0.0)
     sin = tl.load(row + HALF, mask=frequency < HALF, other=0.0)
     q_blocks: tl.constexpr = (Q + HEADS - 1) // HEADS
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)[:, None]
+        scale = 1.0
+        if SCALED:
+            scale = tl.load(query_scale_ptr + position)
         source, destination = q_ptr + token * q_token_stride + head * q_head_stride, out_ptr + (token * Q + head) * H
-        _rotate_heads(source, destination, head < Q, q_norm_ptr, cos, sin, eps, H, HALF, Q_NORM, HALF_BLOCK, REST_BLOCK)
+        _rotate_heads(source, destination, head < Q, q_norm_ptr, cos, sin, eps, scale, H, HALF, Q_NORM, HALF_BLOCK, REST_BLOCK)
     else:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)[:, None]
         place = (tl.load(locations_ptr + token) * K + head) * H
         source = k_ptr + token * k_token_stride + head * k_head_stride
-        _rotate_heads(source, k_cache_ptr + place, head < K, k_norm_ptr, cos, sin, eps, H, HALF, K_NORM, HALF_BLOCK, REST_BLOCK)
+        _rotate_heads(source, k_cache_ptr + place, head < K, k_norm_ptr, cos, sin, eps, 1.0, H, HALF, K_NORM, HALF_BLOCK, REST_BLOCK)
         dimension = tl.arange(0, HEAD_BLOCK)[None, :]
         inside = (head < K) & (dimension < H)
         values = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + dimension, mask=inside, other=0.0)
@@ -130,7 +142,7 @@ def _kernel(
 
 @triton.jit
 def _rotate_heads(
-    source, destination, inside, norm_ptr, cos, sin, eps,
+    source, destination, inside, norm_ptr, cos, sin, eps, factor,
     H: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """source and destination `[heads, 1]` point to the first dimension of each head, inside says which heads there are."""
@@ -150,7 +162,7 @@ def _rotate_heads(
         high *= scale * tl.load(norm_ptr + HALF + low_dimension, mask=rotates, other=0.0).to(tl.float32)
         if REST_BLOCK:
             rest *= scale * tl.load(norm_ptr + rest_dimension, mask=passes, other=0.0).to(tl.float32)
-    tl.store(destination + low_dimension, low * cos - high * sin, mask=inside & rotates)
-    tl.store(destination + HALF + low_dimension, high * cos + low * sin, mask=inside & rotates)
+    tl.store(destination + low_dimension, (low * cos - high * sin) * factor, mask=inside & rotates)
+    tl.store(destination + HALF + low_dimension, (high * cos + low * sin) * factor, mask=inside & rotates)
     if REST_BLOCK:
-        tl.store(destination + rest_dimension, rest, mask=inside & passes)
+        tl.store(destination + rest_dimension, rest * factor, mask=inside & passes)

@@ -43,10 +43,12 @@ def test_matches_float64(implementation, tokens, q_heads, kv_heads, head_size, r
     locations = torch.arange(tokens, device=DEVICE) * 37 % (PAGES * PAGE_SIZE)
     k_cache, v_cache = torch.full((2, PAGES, PAGE_SIZE, kv_heads, head_size), 7.0, dtype=dtype, device=DEVICE)
 
-    out = implementation(q, k, v, positions, table, locations, k_cache, v_cache, *norms, EPS)
+    query_scale = None if normed else 1 + randn(TABLE_LENGTH, seed=4).abs()
+    out = implementation(q, k, v, positions, table, locations, k_cache, v_cache, *norms, EPS, query_scale)
 
     assert out.is_contiguous()
-    assert_near(out, rotated(q, norms[0], table, positions), ulps=2, floor=1e-5)
+    factor = 1.0 if query_scale is None else query_scale.double()[positions.long()][:, None, None]
+    assert_near(out, rotated(q, norms[0], table, positions) * factor, ulps=2, floor=1e-5)
     k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     assert_near(k_flat[locations], rotated(k, norms[1], table, positions), ulps=2, floor=1e-5)
     assert v_flat[locations].equal(v)

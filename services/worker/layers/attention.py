@@ -33,9 +33,8 @@ class Attention(nn.Module):
         """x `[T, D]` -> `[T, D]`; writes the tokens' keys and values to the cache."""
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self.counts, dim=1)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        q = rope_and_store(q, k, v, rotation.positions, rotation.table, batch.locations, cache.k, cache.v, q_norm, k_norm, self.eps)
-        if rotation.query_scale is not None:
-            q = q * rotation.query_scale.to(q.dtype)
+        places = rotation.positions, rotation.table, batch.locations, cache.k, cache.v
+        q = rope_and_store(q, k, v, *places, q_norm, k_norm, self.eps, rotation.query_scale)
         output: Tensor = self.output(self.attend(q, cache, batch, self.scale, self.window).flatten(1))
         return output
 

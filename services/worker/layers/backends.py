@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.linear import gated_linear, linear
 from kernels.moe import moe
 from services.worker.attention.paged import paged_attention
 from services.worker.attention.tiled import tiled_attention
@@ -15,11 +16,11 @@ from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.ordered import OrderedCommunicator
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
-from services.worker.layers.gemm import tiled_linear
+from services.worker.layers.gemm import tiled_gated_linear, tiled_linear
 from services.worker.moe.grouped import grouped
 from shared.errors import ConfigError
 
-# x [T, D], weight [N, D], bias [N] or None -> [T, N]
+# x [T, D], weight [N, D], bias [N] or None -> [T, N]; gated: weight [2 * N, D], bias [2 * N]; see `kernels.linear`
 LinearBackend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # q [T, Q, H], a layer's cache, the batch, the scale of scores, the window or None -> [T, Q, H]; see `attention.paged`
 AttentionBackend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
@@ -31,6 +32,7 @@ ExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class Backends:
     group: Communicator
     linear: LinearBackend
+    gated_linear: LinearBackend
     attend: AttentionBackend
     experts: ExpertsBackend
 
@@ -40,5 +42,7 @@ def backends(group: Communicator, device: torch.device, deterministic: bool) -> 
     if deterministic:
         if device.type != "cpu":
             raise ConfigError(f"deterministic: only on a CPU, these ranks compute on {device.type}")
-        return Backends(OrderedCommunicator(group), tiled_linear, tiled_attention, partial(grouped, linear=tiled_linear))
-    return Backends(group, F.linear, paged_attention, moe if device.type == "cuda" else partial(grouped, linear=F.linear))
+        experts: ExpertsBackend = partial(grouped, linear=tiled_linear)
+        return Backends(OrderedCommunicator(group), tiled_linear, tiled_gated_linear, tiled_attention, experts)
+    experts = moe if device.type == "cuda" else partial(grouped, linear=F.linear)
+    return Backends(group, linear, gated_linear, paged_attention, experts)

@@ -8,6 +8,8 @@ rounds a row alike at every place of its block, but for products that no model h
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.silu_and_mul import silu_and_mul
+
 ROWS = 32
 
 
@@ -18,6 +20,11 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         part = padded(x[start : start + ROWS], ROWS)
         out[start : start + ROWS] = F.linear(part, weight, bias)[: len(x) - start]
     return out
+
+
+def tiled_gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x `[T, D]`, weight `[2 * N, D]`, bias `[2 * N]` -> `[T, N]`; see `kernels.linear.gated_linear`."""
+    return silu_and_mul(tiled_linear(x, weight, bias))
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:

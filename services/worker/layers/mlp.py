@@ -4,7 +4,6 @@ from collections.abc import Iterator, Set
 
 from torch import Tensor, nn
 
-from kernels.silu_and_mul import silu_and_mul
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import RowLinear, gate_up_linear, rows, share
 from services.worker.weights.shards import Shard
@@ -13,13 +12,14 @@ from services.worker.weights.shards import Shard
 class MLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, backends: Backends) -> None:
         super().__init__()
+        self.backends = backends
         self.gate_up = gate_up_linear(hidden_size, intermediate_size, bias, backends)
         own = rows(share(intermediate_size, backends.group, "intermediate dimensions"))
         self.down = RowLinear("down_proj", intermediate_size, own, hidden_size, bias, backends)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[T, D]` -> `[T, D]`, the same on every rank."""
-        output: Tensor = self.down(silu_and_mul(self.gate_up(x)))
+        output: Tensor = self.down(self.backends.gated_linear(x, self.gate_up.weight, self.gate_up.bias))
         return output
 
     def shards(self, prefix: str, names: Set[str]) -> Iterator[Shard]:

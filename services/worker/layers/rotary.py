@@ -19,7 +19,7 @@ class Rotation:
 
     positions: Tensor  # [T] int32
     table: Tensor  # [L, H] float32: the cosines of the H/2 frequencies at each position, then their sines
-    query_scale: Tensor | None  # [T, 1, 1] float32, a factor of the rotated queries
+    query_scale: Tensor | None  # [L] float32: a factor of the rotated queries by position
 
 
 class Rotary(nn.Module):
@@ -34,8 +34,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         """positions `[T]` int32."""
-        scale = None if self.query_scale is None else self.query_scale[positions.long()][:, None, None]
-        return Rotation(positions, self.table, scale)
+        return Rotation(positions, self.table, self.query_scale)
 
 
 def rotary_table(rope: AnyRope, head_dim: int, length: int) -> Tensor:

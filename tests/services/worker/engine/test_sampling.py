@@ -56,7 +56,7 @@ def given_logits(group: Threads, logits: Tensor) -> VocabularyTable:
     def columns(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.pad(x[:, head.first :][:, : len(weight)], (0, len(weight) - head.real))
 
-    head = VocabularyTable(logits.shape[1], 1, Backends(group, columns, None, None))  # type: ignore[arg-type]
+    head = VocabularyTable(logits.shape[1], 1, Backends(group, columns, None, None, None))  # type: ignore[arg-type]
     return head
 
 
