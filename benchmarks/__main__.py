@@ -1,20 +1,34 @@
 """`python -m benchmarks NAME`: everything that prints a figure."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from benchmarks import models
 from benchmarks.capacity import Fleet, Load, Objectives, capacity
 from benchmarks.distance import distance
 from benchmarks.gateway import gateway
+from benchmarks.kernels import kernels
+from benchmarks.models import Cases
 from benchmarks.overhead import overhead
 from benchmarks.planning import planning
+from benchmarks.profile import profile
 from benchmarks.report import Report
+from benchmarks.served import Options
+from benchmarks.workload import SHAPES
+from shared.errors import ConfigError, LockstepError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 Out = Annotated[Path, typer.Option(help="Folder for the JSON and the plots.")]
 OUT = Path("build/benchmarks")
+Model = Annotated[list[str], typer.Option(help="A shape of benchmarks/shapes or a folder with a config.json; repeatable.")]
+MODELS = sorted(path.stem for path in SHAPES.glob("*.json"))
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Quick = Annotated[bool, typer.Option("--quick", help="One run of each line.")]
+Limit = Annotated[float, typer.Option(min=1, help="Seconds for each model, its start included; lines that do not fit are left out.")]
+Worker = Annotated[list[str], typer.Option(help="A setting of the worker, as in cuda_graphs=false; repeatable.")]
 
 
 @app.callback()
@@ -88,11 +102,122 @@ def _distance(
     _finish(distance(model, rows, delay_ms, repeats, seconds), out)
 
 
+@app.command("decode")
+def _decode(
+    model: Model = MODELS,
+    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = list(Cases.rows),  # noqa: B006
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
+    tokens: Annotated[int, typer.Option(min=1, help="Steps.")] = Cases.tokens,
+    device: Device = "auto",
+    quick: Quick = False,
+    limit_s: Limit = Options.limit_s,
+    worker: Worker = [],  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """Milliseconds a step, by the number of rows, through scheduler and worker."""
+    cases = Cases(names=("decode",), rows=tuple(rows), context=context, tokens=tokens)
+    _measure(model, cases, _options(device, quick, limit_s, worker), out)
+
+
+@app.command("prefill")
+def _prefill(
+    model: Model = MODELS,
+    prompts: Annotated[int, typer.Option(min=1, help="That come together.")] = Cases.prefill_prompts,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
+    device: Device = "auto",
+    quick: Quick = False,
+    limit_s: Limit = Options.limit_s,
+    worker: Worker = [],  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """Time to the last first token of prompts that come together, through scheduler and worker."""
+    cases = Cases(names=("prefill",), context=context, prefill_prompts=prompts)
+    _measure(model, cases, _options(device, quick, limit_s, worker), out)
+
+
+@app.command("offline")
+def _offline(
+    model: Model = MODELS,
+    prompts: Annotated[int, typer.Option(min=1, help="All at once.")] = Cases.prompts,
+    least: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, and new ones.")] = Cases.least,
+    most: Annotated[int, typer.Option(min=1, help="As before; uniform between the two.")] = Cases.most,
+    device: Device = "auto",
+    quick: Quick = False,
+    limit_s: Limit = Options.limit_s,
+    worker: Worker = [],  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """Output tokens a second of many prompts at once, through scheduler and worker."""
+    cases = Cases(names=("offline",), prompts=prompts, least=least, most=most)
+    _measure(model, cases, _options(device, quick, limit_s, worker), out)
+
+
+@app.command("peers")
+def _peers(
+    model: Model = MODELS,
+    device: Device = "auto",
+    quick: Quick = False,
+    limit_s: Limit = Options.limit_s,
+    worker: Worker = [],  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """The offline task, prefill and decode of each model after one start, beside what other engines reach."""
+    _measure(model, Cases(), _options(device, quick, limit_s, worker), out)
+
+
+@app.command("profile")
+def _profile(
+    model: Annotated[str, typer.Option(help="A shape of benchmarks/shapes or a folder with a config.json.")] = "Qwen3-0.6B",
+    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [1, 32, 256],  # noqa: B006
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
+    device: Device = "auto",
+    worker: Worker = [],  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """Where a decode step goes: time and launches by kernel, and the gaps between them, by torch's profiler in the rank."""
+    for report in profile(model, rows, context, _options(device, False, Options.limit_s, worker), out):
+        _finish(report, out)
+
+
+@app.command("kernels")
+def _kernels(
+    operations: Annotated[list[str] | None, typer.Argument(help="Which; without any, all.")] = None,
+    out: Out = OUT,
+) -> None:
+    """What each kernel reaches of what the GPU can do."""
+    _finish(kernels(operations or []), out)
+
+
+def _options(device: str, quick: bool, limit_s: float, worker: list[str]) -> Options:
+    settings = dict(setting.partition("=")[::2] for setting in worker)
+    return Options(device, quick, limit_s, settings)
+
+
+def _measure(names: list[str], cases: Cases, options: Options, out: Path) -> None:
+    """Status 1 when something of it failed."""
+    reports, failures = models.measure_models(names, cases, options)
+    for report in reports:
+        _finish(report, out)
+    for failure in failures:
+        print(f"failed: {failure}")
+    if failures:
+        raise typer.Exit(1)
+
+
 def _finish(report: Report, out: Path) -> None:
     report.show()
     report.write(out)
     print(f"written to {out / report.name}.json")
 
 
+def main() -> None:
+    """Status 2 for what does not fit and 1 for what breaks, told in one line."""
+    try:
+        app()
+    except LockstepError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
+
+
 if __name__ == "__main__":
-    app()
+    main()

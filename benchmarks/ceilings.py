@@ -20,9 +20,8 @@ class Ceilings(NamedTuple):
     sustained: float  # of products that go on for seconds
 
     def __str__(self) -> str:
-        return (
-            f"read {self.read / 1e12:.2f} TB/s, products {self.matrix / 1e12:.4g} TFLOP/s in a burst, {self.sustained / 1e12:.4g} sustained"
-        )
+        products = f"{self.matrix / 1e12:.4g} TFLOP/s in a burst, {self.sustained / 1e12:.4g} sustained"
+        return f"reading {self.read / 1e12:.3g} TB/s; products {products}"
 
 
 def measure_ceilings(device: str = "cuda", sustained_s: float = SUSTAINED_S) -> Ceilings:

@@ -1,24 +1,22 @@
-"""What each kernel reaches of what the GPU can do: `python -m benchmarks.kernels [OPERATION ...]`.
+"""What each kernel reaches of what the GPU can do: `python -m benchmarks kernels [OPERATION ...]`.
 
 Launches are captured in a CUDA graph and timed over its replays, so that the host does not count. The ceilings, read
 bandwidth and bfloat16 matrix products, are measured in the same run. KV caches rotate, so that they come from memory;
 activations are as in a model in the cache that the kernel before left them in.
 """
 
-import argparse
 import statistics
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.ceilings import measure_ceilings
+from benchmarks.report import Report, Value
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
 from kernels.moe import moe, route
@@ -27,6 +25,7 @@ from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_and_store
 from kernels.sampling import greedy, sample
 from kernels.silu_and_mul import silu_and_mul
+from shared.errors import ConfigError
 
 REPLAYS = 50
 LAUNCHES = 20  # of one graph, at least
@@ -216,31 +215,28 @@ OPERATIONS: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("operations", nargs="*", choices=[[], *OPERATIONS], metavar="OPERATION", help=", ".join(OPERATIONS))
-    chosen = parser.parse_args().operations or list(OPERATIONS)
-    revision = (
-        subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    )
-    device = torch.cuda.get_device_name()
-    print(
-        f"bfloat16  {device}  torch {torch.__version__}  triton {triton.__version__}  commit {revision}  median of {REPLAYS} graph replays"
-    )
+def kernels(operations: Sequence[str]) -> Report:
+    """Of these operations, or of all; each case is printed as it comes. Needs a GPU. Raises ConfigError for an operation that is none."""
+    unknown = set(operations) - OPERATIONS.keys()
+    if unknown:
+        raise ConfigError(f"no operation: {', '.join(sorted(unknown))}; there are {', '.join(OPERATIONS)}")
+    if not torch.cuda.is_available():
+        raise ConfigError("kernels are measured on a GPU, and none is here")
     ceilings = measure_ceilings()
     print(f"ceilings: {ceilings}")
-    for name in chosen:
-        print(f"\n{name:54}  torch us   ours us    p95 us      rate          of ceiling")
+    rows: list[Sequence[Value]] = []
+    for name in operations or OPERATIONS:
         for case in OPERATIONS[name]():
             ours = time_launches(case.launches)
-            eager = f"{time_launches(case.torch_launches).median_us:10.2f}" if case.torch_launches else f"{'':10}"
+            eager = time_launches(case.torch_launches).median_us if case.torch_launches else None
             rate = case.work / ours.median_us * 1e6
-            ceiling = ceilings.read if case.unit == "TB/s" else ceilings.matrix
-            print(
-                f"{case.shape:54}{eager}{ours.median_us:10.2f}{ours.p95_us:10.2f}{rate / 1e12:10.2f} {case.unit:8}{rate / ceiling:9.1%}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()
+            share = rate / (ceilings.read if case.unit == "TB/s" else ceilings.matrix)
+            rows.append((name, case.shape, eager, ours.median_us, ours.p95_us, rate / 1e12, case.unit, f"{share:.1%}"))
+            print(f"{name}: {case.shape}: {ours.median_us:.2f} us, {share:.1%} of the ceiling", flush=True)
+    return Report(
+        name="kernels",
+        columns=("operation", "case", "torch us", "ours us", "p95 us", "rate", "unit", "of ceiling"),
+        rows=rows,
+        notes=(f"bfloat16, median of {REPLAYS} graph replays; ceilings, of this run: {ceilings}",),
+        raw={"ceilings": ceilings._asdict()},
+    )

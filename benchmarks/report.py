@@ -16,6 +16,7 @@ from rich.table import Table
 
 Value = str | int | float | None
 
+LOG_WIDTH = 180
 PACKAGES = ("lockstep", "torch", "triton", "transformers", "numpy", "grpcio", "fastapi", "uvicorn")
 
 
@@ -50,6 +51,8 @@ class Report:
     def show(self) -> None:
         """Prints circumstances, table and notes."""
         console = Console()
+        if not console.is_terminal:
+            console = Console(width=LOG_WIDTH)  # a table in a log is not cut to the width of a terminal that is not there
         console.print("  ".join(f"{key} {value}" for key, value in circumstances().items()), style="dim", highlight=False)
         table = Table(title=self.name, title_justify="left", box=None)
         for column in self.columns:

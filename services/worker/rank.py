@@ -33,7 +33,7 @@ def spec_to_json(spec: RankSpec) -> str:
 
 def spec_from_json(text: str) -> RankSpec:
     content = json.loads(text)
-    for name in ("model", "script"):
+    for name in ("model", "script", "profile_folder"):
         content[name] = None if content[name] is None else Path(content[name])
     assert content.keys() == {each.name for each in fields(RankSpec)}
     return RankSpec(**content)
@@ -47,7 +47,12 @@ def build(spec: RankSpec, progress: Progress) -> Engine:
         return ScriptedEngine(spec, progress)
     from services.worker.engine.engine import TorchEngine
 
-    return TorchEngine(spec, progress)
+    engine = TorchEngine(spec, progress)
+    if spec.profile_folder is None:
+        return engine
+    from services.worker.engine.profiled import ProfiledEngine
+
+    return ProfiledEngine(engine, spec.profile_folder, spec.rank)
 
 
 class Reporter:

@@ -68,6 +68,7 @@ class WorkerSettings(Settings):
     simulated_mean_tokens: int = Field(300, ge=0, description="Of a simulated completion that may end by itself; 0: none does.")
     simulated_faults: list[Fault] = Field([], description="Faults of simulated groups, as JSON: see docs/simulation.md.")
     drain_s: float = Field(30.0, ge=0, description="How long running requests may take to move or end after a signal to stop.")
+    profile_folder: Path | None = Field(None, description="SIGUSR2 to a rank writes a trace of its next decode steps here.")
     start_deadline_s: float = Field(1800.0, gt=0, description="Ranks that are not ready after this long end the worker.")
 
     @model_validator(mode="after")

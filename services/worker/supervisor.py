@@ -158,6 +158,7 @@ class Supervisor:
                 load_format=settings.load_format,
                 sampling_gather=settings.sampling_gather,
                 deterministic=settings.deterministic,
+                profile_folder=settings.profile_folder,
                 log_level=settings.log_level,
             )
             process = subprocess.Popen(

@@ -51,6 +51,7 @@ class RankSpec:
     load_format: LoadFormat = "auto"
     sampling_gather: Literal["full", "candidates"] = "full"
     deterministic: bool = False
+    profile_folder: Path | None = None
     log_level: str = "info"
 
 

@@ -1,0 +1,58 @@
+"""Decode: milliseconds a step, by the number of rows, through the services.
+
+The prompts are computed once and stay in the prefix cache, so that asking them again costs little; then n + 1 tokens of each, less 1
+token of each, took n steps. That is how the peers were measured.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+from benchmarks.floors import decode_step_s
+from benchmarks.report import Value
+from benchmarks.served import Served
+from benchmarks.workload import fresh
+
+ROWS = (1, 8, 32, 128, 256)
+COLUMNS = ("model", "rows", "ms a step", "spread", "of the device", "floor", "of the floor", "best peer", "peer / ours", "checked")
+SEED = 55
+
+
+def measure_decode(
+    served: Served, rows: Sequence[int], context: int, tokens: int, repeats: int, raw: dict[str, object]
+) -> list[Sequence[Value]]:
+    """One line for each number of rows, each with prompts of `context` tokens."""
+    prompts = fresh([context] * max(rows), served.llm.vocab_size, SEED)
+    served.timed(prompts, 1)
+    lines: list[Sequence[Value]] = []
+    for number in rows:
+        if served.over:
+            lines.append((served.name, number, *[None] * (len(COLUMNS) - 3), "no time left"))
+            continue
+        asked = prompts[:number]
+        served.timed(asked, 2)  # whatever the first answer of this size compiles
+        short = [served.timed(asked, 1) for _ in range(repeats)]
+        before = served.steps()
+        long = [served.timed(asked, 1 + tokens) for _ in range(repeats)]
+        after = served.steps()
+        step_ms = 1e3 * (median(long) - median(short)) / tokens
+        decodes, decode_s = after.decodes - before.decodes, after.decode_s - before.decode_s
+        floor_ms = 1e3 * decode_step_s(served.shape, number, context + tokens / 2, served.ceilings)
+        peer_ms = served.peers.decode_ms.get(number) if served.peers else None
+        agreed = served.check(asked)
+        lines.append(
+            (
+                served.name,
+                number,
+                step_ms,
+                f"{(max(long) - min(long)) / median(long):.1%}",
+                1e3 * decode_s / decodes if decodes else None,
+                floor_ms,
+                f"{floor_ms / step_ms:.0%}",
+                peer_ms,
+                peer_ms / step_ms if peer_ms else None,
+                f"{agreed:.0%}",
+            )
+        )
+        print(f"{served.name}: {number} rows decode in {step_ms:.3f} ms a step", flush=True)
+        raw[f"{served.name} decode {number}"] = {"short_s": short, "long_s": long, "device_s": decode_s, "device_steps": decodes}
+    return lines

@@ -1,0 +1,39 @@
+"""Prefill: the time until the first token of prompts that came together and that nobody has asked before, through the services."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from benchmarks.floors import prefill_operations
+from benchmarks.report import Value
+from benchmarks.served import Served
+from benchmarks.workload import fresh
+
+COLUMNS = ("model", "prompts", "tokens", "ms", "spread", "TFLOP/s", "of a burst", "of sustained", "best peer ms", "peer / ours")
+PEERS_CASE = (16, 1024)
+SEED = 100
+
+
+def measure_prefill(served: Served, prompts: int, length: int, repeats: int, raw: dict[str, object]) -> list[Sequence[Value]]:
+    """One line."""
+    if served.over:
+        return [(served.name, prompts, length, *[None] * (len(COLUMNS) - 3))]
+    times = [served.timed(fresh([length] * prompts, served.llm.vocab_size, SEED + number), 1) for number in range(repeats + 1)][1:]
+    raw[f"{served.name} prefill"] = times
+    seconds, ceilings = median(times), served.ceilings
+    rate = prefill_operations(served.shape, [length] * prompts) / seconds
+    peer_ms = served.peers.prefill_ms if served.peers and (prompts, length) == PEERS_CASE else None
+    print(f"{served.name}: {prompts} prompts of {length} tokens are prefilled in {1e3 * seconds:.1f} ms", flush=True)
+    return [
+        (
+            served.name,
+            prompts,
+            length,
+            1e3 * seconds,
+            f"{(max(times) - min(times)) / seconds:.1%}",
+            rate / 1e12,
+            f"{rate / ceilings.matrix:.0%}",
+            f"{rate / ceilings.sustained:.0%}",
+            peer_ms,
+            peer_ms / 1e3 / seconds if peer_ms else None,
+        )
+    ]

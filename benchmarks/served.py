@@ -1,0 +1,152 @@
+"""A model behind the offline API, started once and measured many times; what comes back is checked as it is timed."""
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.ceilings import Ceilings
+from benchmarks.peers import GPU, PEERS, Peers
+from benchmarks.workload import Prompts, config_file
+from services.local import LLM, Completion, Sampling
+from services.worker.engine.roofline import Shape
+from shared.errors import LockstepError
+
+MAX_STEP_TOKENS = 16_384  # what the peers were given, as is the next
+MAX_LENGTH = 9_216
+CHECKED_ROWS, CHECKED_TOKENS = 4, 16
+LEAST_AGREEMENT = 0.5  # of a row: near-ties fall either way in bfloat16, a wrong path agrees nowhere
+
+
+class WrongOutput(LockstepError):
+    """What was timed did not compute what it should."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How models are started and for how long each is measured."""
+
+    device: str = "auto"
+    quick: bool = False  # fewer repeats
+    limit_s: float = 480.0  # of one model, its start included; rows that do not fit are left out
+    worker: dict[str, Any] = field(default_factory=dict)  # other settings of the worker
+
+
+@dataclass
+class Steps:
+    """What the worker has counted since its start."""
+
+    decode_s: float  # of iterations without prefill rows, on the device, as the rank sees it; `decodes` is their number
+    decodes: float
+    busy_s: float
+
+
+@dataclass
+class Served:
+    """`name` is a shape's or a folder's; `ceilings` are of this run."""
+
+    name: str
+    llm: LLM
+    shape: Shape
+    ceilings: Ceilings
+    gpu: str
+    deadline: float  # on the monotonic clock
+
+    @property
+    def peers(self) -> Peers | None:
+        """Other engines' figures for this model, where they can be compared: on their GPU."""
+        return PEERS.get(self.name) if GPU in self.gpu else None
+
+    @property
+    def over(self) -> bool:
+        """The time for this model is used up."""
+        return time.monotonic() > self.deadline
+
+    def timed(self, prompts: Prompts, max_tokens: int | Sequence[int], temperature: float = 0.0) -> float:
+        """Seconds until all prompts have yielded so many tokens, from their submission. Raises WrongOutput for any other number."""
+        wanted = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        sampling = [Sampling(tokens, temperature=temperature, ignore_eos=True) for tokens in wanted]
+        start = time.perf_counter()
+        completions = self.llm.generate(prompts, sampling)
+        elapsed = time.perf_counter() - start
+        for number, (completion, tokens) in enumerate(zip(completions, wanted, strict=True)):
+            ids = completion.ids
+            if len(ids) != tokens or ids.min() < 0 or ids.max() >= self.llm.vocab_size:
+                raise WrongOutput(f"{self.name}: prompt {number} yielded {len(ids)} ids from {ids.min()} to {ids.max()}, not {tokens}")
+        return elapsed
+
+    def steps(self) -> Steps:
+        """Of this moment."""
+        text = httpx.get(f"http://127.0.0.1:{self.llm.admin_ports['worker']}/metrics", trust_env=False).raise_for_status().text
+        found = {"decode_s": 0.0, "decodes": 0.0, "busy_s": 0.0}
+        names = {
+            ("lockstep_worker_step_seconds_sum", "decode"): "decode_s",
+            ("lockstep_worker_step_seconds_count", "decode"): "decodes",
+            ("lockstep_worker_busy_seconds_total", None): "busy_s",
+        }
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = names.get((sample.name, sample.labels.get("kind")))
+                if name is not None:
+                    found[name] += sample.value
+        return Steps(**found)
+
+    def check(self, prompts: Prompts) -> float:
+        """The share of tokens that decoding, all prompts at a time, chooses as prefilling the same sequences does at the same places.
+
+        Rows are sampled, so that they do not repeat one token; the noise belongs to seed and position, so it is the same both times.
+        Raises WrongOutput when a row agrees on less than LEAST_AGREEMENT.
+        """
+        rows = len(prompts)
+        decoded = self.llm.generate(prompts, [_checking(CHECKED_TOKENS + 1, row) for row in range(rows)])
+        chosen = np.linspace(0, rows - 1, min(CHECKED_ROWS, rows), dtype=int).tolist()
+        places = [(row, token) for row in chosen for token in range(1, CHECKED_TOKENS + 1)]
+        # A salt of its own: pages that decoding wrote are what is checked.
+        again = self.llm.generate(
+            [[*prompts[row], *decoded[row].ids[:token].tolist()] for row, token in places],
+            [_checking(1, row, cache_salt="check") for row, _ in places],
+        )
+        equal = np.array([decoded[row].ids[token] == _only(each) for (row, token), each in zip(places, again, strict=True)])
+        by_row = equal.reshape(len(chosen), CHECKED_TOKENS).mean(axis=1)
+        if by_row.min() < LEAST_AGREEMENT:
+            raise WrongOutput(f"{self.name}: decoding {rows} rows and prefilling agree on {by_row} of a row's tokens")
+        return float(equal.mean())
+
+
+@contextlib.contextmanager
+def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int, length: int) -> Iterator[Served]:
+    """A shape by its name or a folder, with random weights, for up to `rows` requests of up to `length` tokens at a time."""
+    start = time.monotonic()
+    source = config_file(model)
+    config = json.loads(source.read_text())
+    settings = {
+        "load_format": "random",
+        "device": options.device,
+        "max_num_seqs": rows,
+        "max_step_tokens": MAX_STEP_TOKENS,
+        "start_deadline_s": options.limit_s,
+        "max_model_len": min(max(MAX_LENGTH, length), int(config["max_position_embeddings"])),
+        **options.worker,
+    }
+    with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        with LLM(folder, **settings) as llm:
+            name = model if source.stem == model else Path(model).name
+            yield Served(name, llm, Shape.from_config(config), ceilings, gpu, start + options.limit_s)
+
+
+def _checking(tokens: int, seed: int, cache_salt: str | None = None) -> Sampling:
+    return Sampling(tokens, temperature=1.0, seed=seed, ignore_eos=True, cache_salt=cache_salt)
+
+
+def _only(completion: Completion) -> int:
+    (token,) = completion.ids.tolist()
+    return int(token)
