@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from services.gateway.access import Access
 from services.gateway.app import create_app
+from services.gateway.chat.renderer import Renderer
 from services.gateway.keys import KeyRing
 from services.gateway.limits import Limits
 from services.gateway.metrics import GatewayMetrics
@@ -66,8 +67,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event, limits: Limits |
     async with admin(settings, registry, readiness) as admin_port:
         if settings.ports_file is not None:
             write_ports(settings.ports_file, {"http": listener.getsockname()[1], "admin": admin_port})
-        with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
-            gateway = Gateway(settings, scheduler, threads, created=int(time.time()), metrics=metrics)
+        with Renderer(settings.tokenizer_threads) as renderer, ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
+            threads.submit(renderer.warm_up)
+            gateway = Gateway(settings, scheduler, threads, renderer, created=int(time.time()), metrics=metrics)
             await _serve_http(stop, listener, gateway, access)
 
 

@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.answer import Answer, Delta
-from services.gateway.chat.template import Message, encode_chat
+from services.gateway.chat.template import Conversation, Message, encode_chat
 from services.gateway.model import Model
 from services.gateway.openai import service
 from services.gateway.openai.answering import chunk_ending, chunk_opening, head, respond, usage
-from services.gateway.openai.schemas import ChatMessage, ChatRequest, ToolCall
+from services.gateway.openai.schemas import ChatMessage, ChatRequest, ConversationRequest, ToolCall
 from services.gateway.openai.service import JSON
 from services.gateway.openai.sse import event, to_json
 from services.gateway.openai.submission import submits
@@ -25,10 +25,20 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation."""
     gateway, body, model = await service.opened(request, ChatRequest, check_chat)
-    ids = await gateway.in_thread(request, encode_chat, model.tokenizer, [template_message(message) for message in body.messages])
+    prompt = await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, conversation(body))
     max_tokens = body.max_completion_tokens or body.max_tokens
-    messages = submits(body, model, [ids], max_tokens, "messages", request)
+    messages = submits(body, model, [prompt.ids], max_tokens, "messages", request)
     return await respond(request, body, model, messages, ChatFormat(body, model))
+
+
+def conversation(body: ConversationRequest) -> Conversation:
+    """What the model's template is rendered with."""
+    return Conversation(
+        messages=[template_message(message) for message in body.messages],
+        add_generation_prompt=not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        arguments=body.chat_template_kwargs,
+    )
 
 
 def template_message(message: ChatMessage) -> Message:

@@ -12,6 +12,7 @@ MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 MAX_METADATA = 16
 MAX_BIASES = 1024
+MAX_TEMPLATE_VARIABLES = 32
 MAX_STOP_CHARACTERS = 1000
 INT32_MAX = 2**31 - 1
 
@@ -86,6 +87,8 @@ def _at_most(limit: int) -> BeforeValidator:
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TemplateVariable = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+TemplateValue = Annotated[str, Field(max_length=1000)] | int | float | bool | None
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
@@ -141,10 +144,21 @@ class GenerationRequest(ModelRequest):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
+class ConversationRequest(Body):
+    """What a chat template is rendered with."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(min_length=1)
+    # Beyond OpenAI's
+    continue_final_message: bool = Field(False, description="The answer goes on with the last message, instead of following it.")
+    add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn: unless the last message is continued.")
+    chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], _at_most(MAX_TEMPLATE_VARIABLES)] = Field(
+        {}, description="Variables of the model's chat template, such as enable_thinking."
+    )
+
+
+class ChatRequest(ConversationRequest, GenerationRequest):
+    """POST /v1/chat/completions."""
+
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -153,9 +167,6 @@ class ChatRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     functions: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
     function_call: str | dict[str, Any] | None = None
-    continue_final_message: bool = False
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
 
 
 def _prompt_kind(value: Any) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from services.gateway.chat.renderer import Renderer
 from services.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, InvalidRequest, ModelNotFound, Overloaded, TimedOut
 from services.gateway.generation import RETRY_AFTER_S
 from services.gateway.metrics import GatewayMetrics
@@ -37,7 +38,8 @@ class Gateway:
 
     settings: GatewaySettings
     scheduler: SchedulerClient
-    threads: Executor  # for templates and tokenisers
+    threads: Executor  # for tokenisers
+    renderer: Renderer
     created: int  # Unix time, told of every model
     metrics: GatewayMetrics
     bodies: Bodies = field(default_factory=Bodies)

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.openai.schemas import MAX_CHOICES, Body, ChatRequest, CompletionRequest, GenerationRequest
+from services.gateway.openai.schemas import MAX_CHOICES, Body, ChatRequest, CompletionRequest, ConversationRequest, GenerationRequest
 
 B = TypeVar("B", bound=Body)
 
@@ -14,7 +14,7 @@ B = TypeVar("B", bound=Body)
 MAX_CONTAINERS = 100_000
 MAX_ELEMENTS = 1_000_000
 MAX_QUOTED = 100  # characters of the client's input that a message repeats
-WHOLE_FIELDS = ("prompt", "stop", "stop_token_ids", "logit_bias", "metadata")  # a fault inside is told of the field
+WHOLE_FIELDS = ("prompt", "stop", "stop_token_ids", "logit_bias", "metadata", "chat_template_kwargs")  # a fault inside is told of the field
 
 CODES = {  # of pydantic's error types
     "missing": "missing_required_parameter",
@@ -44,9 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": ([],),
     "function_call": (None, "none", "auto"),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
     "echo": (False,),
     "suffix": ("",),
 }
@@ -85,13 +82,8 @@ def parse(schema: type[B], data: bytes) -> B:
 
 def check_chat(body: ChatRequest) -> None:
     """Rules of several fields of a chat request. Raises InvalidRequest."""
+    check_conversation(body)
     _check_common(body)
-    for index, message in enumerate(body.messages):
-        if message.content == [] and not (message.role == "assistant" and message.tool_calls):
-            raise InvalidRequest("content must not be an empty list", f"messages[{index}].content", "empty_array")
-        if message.role == "tool" and message.tool_call_id is None:
-            param = f"messages[{index}].tool_call_id"
-            raise InvalidRequest(f"missing required parameter: '{param}'", param, "missing_required_parameter")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
@@ -99,6 +91,18 @@ def check_chat(body: ChatRequest) -> None:
     if body.tools is None and body.tool_choice not in NEUTRAL["tool_choice"]:
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     _refuse_unsupported(body)
+
+
+def check_conversation(body: ConversationRequest) -> None:
+    """Rules of the messages. Raises InvalidRequest."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+    for index, message in enumerate(body.messages):
+        if message.content == [] and not (message.role == "assistant" and message.tool_calls):
+            raise InvalidRequest("content must not be an empty list", f"messages[{index}].content", "empty_array")
+        if message.role == "tool" and message.tool_call_id is None:
+            param = f"messages[{index}].tool_call_id"
+            raise InvalidRequest(f"missing required parameter: '{param}'", param, "missing_required_parameter")
 
 
 def check_completion(body: CompletionRequest) -> None:

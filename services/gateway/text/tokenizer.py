@@ -86,6 +86,10 @@ class TextTokenizer:
             ids += encode(piece, continues=bool(ids))
         return ids
 
+    def without_marks(self, rendered: str, marks: Marks) -> str:
+        """A rendered chat as it would be read."""
+        return "".join(piece for piece, _ in self._pieces(rendered, marks))
+
     def mark(self, value: Any, marks: Marks) -> Any:
         """`value`, of JSON types, with marks around every control token in its strings."""
         if isinstance(value, str):

@@ -199,7 +199,7 @@ async def test_str_05_choices_side_by_side(stack: Stack) -> None:
 
 async def test_str_03_usage_of_two_choices(stack: Stack) -> None:
     """Three tokens a step; one ends by a stop string, one by length."""
-    texts = {}
+    texts: dict[int, str] = {}
 
     def script(submit: Any) -> Script:
         text = texts.setdefault(submit.sampling.seed, "hello, world ends here" if not texts else "a b c d e f g h i j k l m n o p")
