@@ -53,13 +53,15 @@ class FileLease:
         while True:
             holder = self._holder()
             if holder is not None and holder != seen:
-                if seen is None and holder.address:
+                if seen is None and holder.address not in ("", address):
                     logger.info("waiting: the scheduler at %s leads", holder.address)
                 seen, since = holder, time.monotonic()
-            if holder is None or not holder.address or (time.monotonic() - since > self._duration_s and not await _answers(holder.address)):
-                epoch = holder.epoch + 1 if holder else 1
-                if self._create(epoch):
-                    return epoch
+            if holder is None or holder.address in ("", address):  # nobody, or one before us at our own address
+                gone = True
+            else:
+                gone = time.monotonic() - since > self._duration_s and not await _answers(holder.address)
+            if gone and self._create(epoch := holder.epoch + 1 if holder else 1):
+                return epoch
             await asyncio.sleep(self._renewal_s / 4)
 
     async def raise_epoch(self, epoch: int) -> None:

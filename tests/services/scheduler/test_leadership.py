@@ -15,7 +15,7 @@ from shared.errors import ConfigError, ProtocolError
 from shared.rpc import SERVER_OPTIONS, start_server
 
 DURATION_S, RENEWAL_S = 0.2, 0.05
-NOBODY = "127.0.0.1:1"  # that nobody listens at
+NOBODY, NOBODY_ELSE = "127.0.0.1:1", "127.0.0.1:2"  # that nobody listens at
 
 
 def lease(folder: Path) -> FileLease:
@@ -42,7 +42,7 @@ async def waits(task: "asyncio.Task[int]", for_s: float = 3 * DURATION_S) -> boo
 async def test_the_first_leads_at_once_and_a_second_waits_while_it_renews(tmp_path: Path) -> None:
     first, second = lease(tmp_path), lease(tmp_path)
     assert await first.acquire(NOBODY) == 1
-    holding, waiting = asyncio.create_task(first.hold()), asyncio.create_task(second.acquire(NOBODY))
+    holding, waiting = asyncio.create_task(first.hold()), asyncio.create_task(second.acquire(NOBODY_ELSE))
     assert await waits(waiting)
     holding.cancel()  # it is gone
     assert await asyncio.wait_for(waiting, 10) == 2
@@ -52,7 +52,7 @@ async def test_a_leader_that_cannot_renew_goes_on_while_it_answers(tmp_path: Pat
     first, second = lease(tmp_path), lease(tmp_path)
     async with alive() as address:
         await first.acquire(address)
-        waiting = asyncio.create_task(second.acquire(NOBODY))
+        waiting = asyncio.create_task(second.acquire(NOBODY_ELSE))
         assert await waits(waiting)
     assert await asyncio.wait_for(waiting, 10) == 2
 
@@ -65,10 +65,16 @@ async def test_a_lease_that_was_given_up_is_taken_without_a_wait(tmp_path: Path)
         assert await asyncio.wait_for(lease(tmp_path).acquire(address), 10) == 2
 
 
+async def test_a_leader_that_comes_back_at_its_address_does_not_wait_for_itself(tmp_path: Path) -> None:
+    async with alive() as address:
+        await lease(tmp_path).acquire(address)
+        assert await asyncio.wait_for(lease(tmp_path).acquire(address), 10) == 2
+
+
 async def test_an_old_leader_that_wakes_up_steps_down(tmp_path: Path) -> None:
     first, second = lease(tmp_path), lease(tmp_path)
     await first.acquire(NOBODY)
-    await second.acquire(NOBODY)
+    await second.acquire(NOBODY_ELSE)
     with pytest.raises(SteppedDown, match="epoch 2; ours was 1"):
         await first.hold()
     with pytest.raises(SteppedDown):
@@ -80,7 +86,7 @@ async def test_an_old_leader_that_wakes_up_steps_down(tmp_path: Path) -> None:
 async def test_of_many_that_wait_one_leads(tmp_path: Path) -> None:
     first = lease(tmp_path)
     await first.acquire(NOBODY)
-    waiting = [asyncio.create_task(lease(tmp_path).acquire(NOBODY)) for _ in range(5)]
+    waiting = [asyncio.create_task(lease(tmp_path).acquire(f"127.0.0.1:{port}")) for port in range(2, 7)]
     first.release()
     epochs = await asyncio.wait_for(asyncio.gather(*waiting), 20)  # none renews, so each has its turn
     assert sorted(epochs) == [2, 3, 4, 5, 6]
@@ -146,7 +152,7 @@ async def test_no_peer_can_raise_an_epoch_to_the_end_of_its_range() -> None:
 async def test_who_has_lost_the_lease_rises_no_more(tmp_path: Path) -> None:
     leadership, other = Leadership(lease(tmp_path)), lease(tmp_path)
     await leadership.acquire(NOBODY)
-    await other.acquire(NOBODY)
+    await other.acquire(NOBODY_ELSE)
     with pytest.raises(SteppedDown):
         await leadership.next_stream(2, 1)
     assert leadership.epoch == 1
