@@ -1,5 +1,6 @@
 """Checkpoints for the tests that need a GPU; without one they are skipped."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +20,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a checkpoint of MAKERS with weights that bfloat16 holds exactly, made when it is first asked for."""
-    root = tmp_path_factory.mktemp("checkpoints")
+    return _checkpoints(tmp_path_factory.mktemp("checkpoints"), 1.0)
 
+
+@pytest.fixture(scope="session")
+def smooth_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models that rounding changes a little, as it does real ones: weights as in training's beginning, and all experts at once, since
+    one that is chosen in place of another changes everything."""
+    return _checkpoints(tmp_path_factory.mktemp("smooth"), 0.3)
+
+
+def _checkpoints(root: Path, scale: float) -> Callable[[str], Path]:
     def folder(name: str) -> Path:
         if not (root / name).is_dir():
             torch.manual_seed(0)
-            make(MAKERS[name]().bfloat16(), root / name)
+            model = MAKERS[name]()
+            for parameter in model.parameters():
+                parameter.data.mul_(scale)
+            make(model.bfloat16(), root / name)
+            if scale < 1:
+                path = root / name / "config.json"
+                config = json.loads(path.read_text())
+                if "num_experts_per_tok" in config:
+                    config["num_experts_per_tok"] = config.get("num_experts") or config["num_local_experts"]
+                path.write_text(json.dumps(config))
         return root / name
 
     return folder

@@ -13,6 +13,7 @@ from benchmarks.driver import Driver, admission, int32s, spec
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.features import VARIANTS, Feature
 from services.worker.engine.interface import Step
+from services.worker.engine.sections import decode_sections
 from shared.protocol.plan import NO_TOKEN, Plan, decode, encode
 from tests.services.worker.models.checkpoints import MAX_LENGTH, llama, make, qwen3_moe
 
@@ -21,8 +22,8 @@ Checkpoint = Callable[[str], Path]
 
 
 def engine_of(folder: Path, **changes: Any) -> TorchEngine:
-    values = {"device": "cuda", "page_size": PAGE_SIZE, "num_pages": SLOTS * MAX_LENGTH // PAGE_SIZE + 1, "max_model_len": MAX_LENGTH}
-    return TorchEngine(spec(folder, slots=SLOTS, dtype="float32", **{**values, **changes}), lambda phase, part: None)
+    values: dict[str, Any] = {"device": "cuda", "dtype": "float32", "slots": SLOTS, "page_size": PAGE_SIZE, "max_model_len": MAX_LENGTH}
+    return TorchEngine(spec(folder, **{**values, "num_pages": SLOTS * MAX_LENGTH // PAGE_SIZE + 1, **changes}), lambda phase, part: None)
 
 
 def driver_of(engine: TorchEngine) -> Driver:
@@ -144,9 +145,9 @@ def test_launches_of_a_decode_layer(tmp_path: Path, kind: str, rows: int) -> Non
         folder = make(make_model(**SHAPE, num_hidden_layers=layers), tmp_path / f"{layers}")
         engine = engine_of(folder, dtype="bfloat16", cuda_graphs=False, num_pages=65 * MAX_LENGTH // PAGE_SIZE, slots=64)
         slots = torch.arange(rows, dtype=torch.int32, device="cuda")
-        engine.decode(slots, VARIANTS[0])
+        engine.step(decode_sections(slots), 0, VARIANTS[0])
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            engine.decode(slots, VARIANTS[0])
+            engine.step(decode_sections(slots), 0, VARIANTS[0])
             torch.cuda.synchronize()
         return [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
 

@@ -1,6 +1,7 @@
 """Every family on the GPU against transformers there: in float32 closely, in bfloat16 as closely as bfloat16 can be."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from tests.services.worker.models.checkpoints import MAKERS, MAX_LENGTH, VOCAB_SIZE
 from tests.services.worker.models.group import Group, Job, Local, Outcome
 
 TOLERANCE = 1e-3  # of float32 logits, absolute
-RELATIVE = 2e-2  # of bfloat16 logits: of a token's error vector to its logits, and between candidates to the largest logit
+RELATIVE = 2e-2  # of bfloat16 logits: a token's error vector to its logits; and how near candidates are, to the largest logit
 NEAR_TIE = 1e-3  # float32 logits closer than this may change places
 
 Checkpoint = Callable[[str], Path]
@@ -31,24 +32,18 @@ def spec(**changes: Any) -> dict[str, Any]:
     return {"device": "cuda", "max_model_len": MAX_LENGTH, "cuda_graphs": False, "dtype": "float32", **changes}
 
 
-@pytest.fixture(scope="module")
-def reference(checkpoint: Checkpoint) -> Callable[[str, tuple[int, ...]], np.ndarray]:
-    """Logits `[tokens, V]` of transformers, on the GPU in float32."""
-    models: dict[str, PreTrainedModel] = {}
-
-    def logits(name: str, ids: tuple[int, ...]) -> np.ndarray:
-        if name not in models:
-            (architecture,) = AutoConfig.from_pretrained(checkpoint(name)).architectures
-            cls = getattr(transformers, architecture)
-            models[name] = cls.from_pretrained(checkpoint(name), dtype=torch.float32, attn_implementation="eager").cuda().eval()
-        with torch.no_grad():
-            values: np.ndarray = models[name](torch.tensor([ids], device="cuda")).logits[0].cpu().numpy()
-        return values
-
-    return logits
+@cache
+def reference(folder: Path) -> Any:
+    (architecture,) = AutoConfig.from_pretrained(folder).architectures
+    model: Any = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.cuda().eval()
 
 
-Reference = Callable[[str, tuple[int, ...]], np.ndarray]
+def reference_logits(folder: Path, ids: tuple[int, ...]) -> np.ndarray:
+    """`[tokens, V]` of transformers, on the GPU in float32."""
+    with torch.no_grad():
+        values: np.ndarray = reference(folder)(torch.tensor([ids], device="cuda")).logits[0].cpu().numpy()
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -67,30 +62,31 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
         each.close()
 
 
-def steps(
-    reference: Reference, name: str, asked: tuple[tuple[int, ...], ...], outcome: Outcome
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def steps(folder: Path, asked: tuple[tuple[int, ...], ...], outcome: Outcome) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Each token with our logits and transformers' for what stands before it."""
     for prompt, tokens, ours in zip(asked, outcome.tokens.tolist(), outcome.logits, strict=True):
-        yield from zip(tokens, ours, reference(name, (*prompt, *tokens[:-1]))[len(prompt) - 1 :], strict=True)
+        yield from zip(tokens, ours, reference_logits(folder, (*prompt, *tokens[:-1]))[len(prompt) - 1 :], strict=True)
+
+
+def check_float32(folder: Path, asked: tuple[tuple[int, ...], ...], outcome: Outcome) -> None:
+    for token, ours, theirs in steps(folder, asked, outcome):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+        assert token == theirs.argmax() or theirs.max() - theirs[token] < NEAR_TIE
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_float32_logits_and_greedy_tokens_equal_transformers(checkpoint: Checkpoint, reference: Reference, ranks: Any, name: str) -> None:
+def test_float32_logits_and_greedy_tokens_equal_transformers(checkpoint: Checkpoint, ranks: Any, name: str) -> None:
     for asked, count, chunk in ((SHORT_AND_LONG, 32, 1000), (prompts(300, 31), 2, 16)):
         (outcome,) = ranks(1).run(Job(checkpoint(name), asked, count, chunk, spec=spec()))
-        for token, ours, theirs in steps(reference, name, asked, outcome):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
-            assert token == theirs.argmax() or theirs.max() - theirs[token] < NEAR_TIE
+        check_float32(checkpoint(name), asked, outcome)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_bfloat16_logits_are_near_and_the_best_token_is_the_same(
-    checkpoint: Checkpoint, reference: Reference, ranks: Any, name: str
-) -> None:
-    (outcome,) = ranks(1).run(Job(checkpoint(name), SHORT_AND_LONG, 16, spec=spec(dtype="bfloat16")))
+def test_bfloat16_logits_are_near_and_the_best_token_is_the_same(smooth_checkpoint: Checkpoint, ranks: Any, name: str) -> None:
+    folder = smooth_checkpoint(name)
+    (outcome,) = ranks(1).run(Job(folder, SHORT_AND_LONG, 16, spec=spec(dtype="bfloat16")))
     worst = 0.0
-    for token, ours, theirs in steps(reference, name, SHORT_AND_LONG, outcome):
+    for token, ours, theirs in steps(folder, SHORT_AND_LONG, outcome):
         worst = max(worst, float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)))
         assert theirs.max() - theirs[token] <= RELATIVE * np.abs(theirs).max()
     print(f"{name}: relative error of bfloat16 logits {worst:.1e}")
@@ -98,10 +94,8 @@ def test_bfloat16_logits_are_near_and_the_best_token_is_the_same(
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen2", "qwen3", "qwen3-moe", "mistral", "mistral3", "ministral3"])
-def test_two_ranks_on_one_gpu_equal_transformers(checkpoint: Checkpoint, reference: Reference, ranks: Any, name: str) -> None:
+def test_two_ranks_on_one_gpu_equal_transformers(checkpoint: Checkpoint, ranks: Any, name: str) -> None:
     asked = prompts(1, 33, 150)
     outcome, other = ranks(2).run(Job(checkpoint(name), asked, 8, spec=spec(ranks_per_gpu=2)))
     assert (outcome.tokens == other.tokens).all()
-    for token, ours, theirs in steps(reference, name, asked, outcome):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
-        assert token == theirs.argmax() or theirs.max() - theirs[token] < NEAR_TIE
+    check_float32(checkpoint(name), asked, outcome)

@@ -16,7 +16,7 @@ from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.batch import Batch
 from services.worker.engine.devices import HOST_KV_CACHE_BYTES, communicator_of, device_of, dtype_of
 from services.worker.engine.features import VARIANTS, Feature, SlotFeatures
-from services.worker.engine.graphs import DecodeGraphs
+from services.worker.engine.graphs import Graphs
 from services.worker.engine.interface import Facts, Flight, Landed, Memory, Progress, RankSpec
 from services.worker.engine.logprobs import PromptScores, ids_of, records_of, scored_tokens, table
 from services.worker.engine.penalties import Penalties
@@ -96,7 +96,7 @@ class TorchEngine:
         self.memory = Memory(weights, kv_cache=pages * shape.page_bytes)
         self.facts = Facts(pages, max_length, config.vocab_size, folder.eos_ids)
         self.staging: PlanStaging | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: Graphs | None = None
         if device.type == "cuda":
             self.staging = PlanStaging(spec.slots, self.slots.padding, device)
             self.results = ResultRing(spec.slots)
@@ -175,10 +175,12 @@ class TorchEngine:
             self.penalties.count(slots, ids)
         return table(ids, batch.lengths, sampler.logprobs(raw, ids)) if Feature.LOGPROBS in features else ids
 
-    def decode(self, slots: Tensor, features: Feature) -> Tensor:
-        """A whole decode step of `slots` `[B]` int32 -> ids `[B]` int32; from the device's state alone, so that it can be captured."""
-        sections = decode_sections(slots)
-        batch = self.batch(sections, 0)
+    def step(self, sections: Sections, max_query: int, features: Feature) -> Tensor:
+        """A whole step -> what `choose` gives; from what the device holds alone, so that it can be captured.
+
+        max_query: of the longest prefill chunk, or more.
+        """
+        batch = self.batch(sections, max_query)
         return self.choose(batch, self.logits(batch), samples(sections), features)
 
     def _allocate(self, shape: CacheShape, pages: int) -> None:
@@ -186,8 +188,7 @@ class TorchEngine:
         self.token_ids = torch.zeros(pages * self.page_size, dtype=torch.int32, device=self.device)
 
     def _warm_up(self, spec: RankSpec, staging: PlanStaging, progress: Progress) -> None:
-        """Compiles what the first steps would have to wait for, and captures the decode steps. Rows of nobody, who write to the
-        scratch page."""
+        """Compiles what the first steps would have to wait for, and captures steps. Rows of nobody, who write to the scratch page."""
         tokens = [1 << power for power in range(self.max_step_tokens.bit_length())]
         sizes = sorted({*tokens, self.max_step_tokens} - {0})
         for number, size in enumerate(sizes):
@@ -196,7 +197,7 @@ class TorchEngine:
         if spec.cuda_graphs:
             if not self.sampler.captured:
                 raise ConfigError("sampling_gather: candidates cannot be captured in a CUDA graph: set --cuda-graphs false, or full")
-            self.graphs = DecodeGraphs(spec.slots, self.decode, VARIANTS, staging, progress)
+            self.graphs = Graphs(spec.slots, self.max_step_tokens, self.step, staging, progress)
         torch.cuda.synchronize()
 
     def _prefill_nobody(self, tokens: int) -> None:
@@ -206,8 +207,7 @@ class TorchEngine:
         slots, ids = torch.full_like(chunks, self.slots.padding), torch.zeros(tokens, dtype=torch.int32, device=self.device)
         sections = row_sections(slots[:0], slots, torch.zeros_like(chunks), chunks, ids)
         for features in VARIANTS:
-            batch = self.batch(sections, max(lengths))
-            self.choose(batch, self.logits(batch), samples(sections), features)
+            self.step(sections, max(lengths), features)
 
     def _memory_left(self, shape: CacheShape, spec: RankSpec, progress: Progress) -> int:
         """Bytes for the KV cache: the rank's part of the GPU less what is in use and what the largest step needs, which is tried."""
@@ -217,7 +217,8 @@ class TorchEngine:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self._prefill_nobody(self.max_step_tokens)
-        self.decode(torch.full((spec.slots,), self.slots.padding, dtype=torch.int32, device=self.device), VARIANTS[-1])
+        nobody = torch.full((spec.slots,), self.slots.padding, dtype=torch.int32, device=self.device)
+        self.step(decode_sections(nobody), 0, VARIANTS[-1])
         torch.cuda.synchronize()
         step = torch.cuda.max_memory_allocated() - before
         self.caches.clear()
@@ -239,7 +240,7 @@ class TorchStep:
         """Brings the plan to the device, where another may have taken its place since."""
         staging = self.engine.staging
         if staging is not None and staging.loaded is not self.words:
-            staging.load(self.words, self.plan.decode_slots)
+            staging.load(self.plan, self.words)
 
     def launch(self) -> Flight:
         engine, plan = self.engine, self.plan
@@ -248,9 +249,10 @@ class TorchStep:
         self.load()
         features = engine.features.of(plan.row_slots)
         wanted = engine.features.asking(plan.row_slots, Feature.LOGPROBS)
-        if engine.graphs is not None and not len(plan.prefill_slots):
+        replayed = None if engine.graphs is None or (plan.prefill_flags & RowFlag.SCORE).any() else engine.graphs.replay(plan, features)
+        if replayed is not None:
             engine.mark.count_replayed()
-            return engine.results.send(engine.graphs.replay(plan.rows, features), wanted)
+            return engine.results.send(replayed, wanted)
         result = self.choose(*self.forward())
         if engine.staging is not None:
             return engine.results.send(result, wanted, self.scores)

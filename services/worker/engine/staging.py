@@ -11,40 +11,73 @@ from torch import Tensor
 from services.worker.engine.interface import LAUNCH_AHEAD
 from services.worker.engine.logprobs import COLUMNS, ids_of, records_of
 from shared.protocol.logprobs import Logprobs
-from shared.protocol.plan import MAX_PLAN_BYTES, Int32s
+from shared.protocol.plan import MAX_PLAN_BYTES, Int32s, Plan
 
 RESULTS = LAUNCH_AHEAD + 2  # one is read while the launched ones are written
+# Prompt tokens of captured steps, and their rows, one of nobody among them: with more, a step takes longer than its launches.
+PREFILL_SIZES = (16, 32, 64, 128, 256, 512)
+PREFILL_ROWS = 8
+
+
+def prefill_size(plan: Plan) -> int | None:
+    """To how many tokens the plan's prefill is filled up; None where no captured step takes it."""
+    if not 0 < len(plan.prefill_slots) < PREFILL_ROWS:
+        return None
+    return next((size for size in PREFILL_SIZES if size >= len(plan.prefill_ids)), None)
 
 
 class PlanStaging:
-    """The plan on the device, at fixed addresses: `words` as they came, and its decode slots, filled up for captured batches.
+    """The plan on the device, at fixed addresses: `words` as they came, and its rows once more, filled up for captured steps.
 
     Two pinned buffers in turn, each used again when its copy is done: the device reads one while the host writes the other.
+
+        prefill ids [PREFILL_SIZES[-1]] | prefill slots, starts, lengths, flags [PREFILL_ROWS] each | decode slots [S] | words
     """
 
     def __init__(self, slots: int, padding: int, device: torch.device) -> None:
         """padding: the slot of rows that fill up a batch."""
-        size = slots + MAX_PLAN_BYTES // 4
-        self._device = torch.empty(size, dtype=torch.int32, device=device)
-        self._pinned = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self._arrays = [each.numpy() for each in self._pinned]
+        self._padding = padding
+        self._sizes = [PREFILL_SIZES[-1], *[PREFILL_ROWS] * 4, slots, MAX_PLAN_BYTES // 4]
+        self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        self._pinned = [torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._arrays = [np.split(each.numpy(), np.cumsum(self._sizes)[:-1]) for each in self._pinned]
         self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
-        self._slots, self._padding = slots, padding
         self.loaded: Int32s | None = None  # the words of the plan that is on the device
-        self.decode_slots = self._device[:slots]  # [S] int32
-        self.words = self._device[slots:]  # int32
+        self.prefill_ids, *prefill, self.decode_slots, self.words = self._device.split(self._sizes)  # int32
+        self.prefill = dict(zip(("slots", "starts", "lengths", "flags"), prefill, strict=True))
 
-    def load(self, words: Int32s, decode_slots: Int32s) -> None:
-        """Makes this the plan that later launches read: one copy."""
+    def clear(self) -> None:
+        """Rows of nobody, one of them with all prefill ids."""
+        for slots in (self.decode_slots, self.prefill["slots"]):
+            slots.fill_(self._padding)
+        self.prefill["lengths"][0] = PREFILL_SIZES[0]
+
+    def load(self, plan: Plan, words: Int32s) -> None:
+        """Makes this the plan that later launches read: one copy. words: the whole of it."""
         self.loaded = words
         self._turn ^= 1
         self._copied[self._turn].synchronize()  # of the plan before the last: done long ago, but for a host that is far ahead
-        array, end = self._arrays[self._turn], self._slots + len(words)
-        array[: len(decode_slots)] = decode_slots
-        array[len(decode_slots) : self._slots] = self._padding
-        array[self._slots : end] = words
-        self._device[:end].copy_(self._pinned[self._turn][:end], non_blocking=True)
+        ids, slots, starts, lengths, flags, decode_slots, all_words = self._arrays[self._turn]
+        decodes, prefills, size = len(plan.decode_slots), len(plan.prefill_slots), prefill_size(plan)
+        begin = sum(self._sizes[:-2])
+        if size is not None:
+            begin = 0
+            for array, values, rest in (
+                (ids, plan.prefill_ids, 0),
+                (slots, plan.prefill_slots, self._padding),
+                (starts, plan.prefill_starts, 0),
+                (lengths, plan.prefill_lengths, 0),
+                (flags, plan.prefill_flags, 0),
+            ):
+                array[: len(values)] = values
+                array[len(values) :] = rest
+            lengths[prefills] = size - len(plan.prefill_ids)  # a row of nobody takes what is left
+        decode_slots[:decodes] = plan.decode_slots
+        decode_slots[decodes:] = self._padding
+        all_words[: len(words)] = words
+        end = sum(self._sizes[:-1]) + len(words)
+        self._device[begin:end].copy_(self._pinned[self._turn][begin:end], non_blocking=True)
         self._copied[self._turn].record()
 
 
