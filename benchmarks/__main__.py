@@ -80,11 +80,12 @@ def _capacity(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that a group computes at a time.")] = 256,
     max_step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 512,
     delay_ms: Annotated[float, typer.Option(min=0, help="Between scheduler and groups, one way.")] = 1.0,
-    seconds: Annotated[float, typer.Option(min=1, help="Virtual time of a run.")] = 20.0,
+    groups_per_scheduler: Annotated[int, typer.Option(min=1, help="That one scheduler drives, at most; further ones get their own.")] = 16,
+    seconds: Annotated[float, typer.Option(min=1, help="Virtual time of a run.")] = 10.0,
     out: Out = OUT,
 ) -> None:
     """How many groups a load needs to meet its objectives: the scheduler and simulated groups on a virtual clock."""
-    fleet = Fleet(0, gpu, model, tensor_parallel_size, max_num_seqs, max_step_tokens, round(delay_ms * 1e3))
+    fleet = Fleet(0, groups_per_scheduler, gpu, model, tensor_parallel_size, max_num_seqs, max_step_tokens, round(delay_ms * 1e3))
     load, objectives = Load(rate, prompt_tokens, output_tokens), Objectives(ttft_ms / 1e3, tpot_ms / 1e3, share)
     _finish(capacity(fleet, load, objectives, seconds), out)
 

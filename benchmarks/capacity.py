@@ -1,8 +1,10 @@
 """How many groups an arrival rate needs, so that enough of the requests meet their objectives: the scheduler on a virtual clock.
 
-First the rate that one group sustains is found, which is quick; then as many groups as that asks for are simulated together, and
-more or fewer, until the smallest number is found that meets the objectives. A search can end early: a run stops as soon as too many
-requests have missed theirs.
+First the rate that one group sustains is found, which is quick; then as many groups as that asks for are simulated, and more or
+fewer, until the smallest number is found that meets the objectives. A run stops as soon as too many requests have missed theirs.
+
+A scheduler drives so many groups and no more, so a large fleet has several, and each gets its share of the requests. To each of them
+arrivals are as random as to all, so one is simulated, the one with the fewest groups: a fleet of hundreds costs what a dozen do.
 """
 
 import math
@@ -31,6 +33,7 @@ LONGEST = 8  # times the mean: prompts and completions are cut there
 WARM_UP_SHARE = 0.3  # of a run, that is not counted: queues and batches have to fill
 FIRST_RATE, LEAST_RATE, RATE_PRECISION = 4.0, 0.1, 0.05  # of the search for what one group sustains
 LEAST_REQUESTS = 100  # of a run, that are counted
+CHECK_US = 100_000  # between two looks at whether a run can still meet its objectives
 NO_LIMIT = 1 << 30
 
 
@@ -54,9 +57,10 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Equal groups behind one scheduler."""
+    """Equal groups, evenly behind as few schedulers as can drive them."""
 
     groups: int
+    groups_per_scheduler: int  # at most
     gpu: str
     model: str
     tensor_parallel_size: int
@@ -64,10 +68,15 @@ class Fleet:
     max_step_tokens: int
     delay_us: int  # between scheduler and group, one way
 
+    @property
+    def smallest_share(self) -> int:
+        """Groups of the scheduler that has the fewest."""
+        return self.groups // -(-self.groups // self.groups_per_scheduler)
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the requests that arrived after the warm-up and have ended; `met` counts those that did not end as missed."""
+    """Of the requests that arrived after the warm-up. Those that have not ended are judged by what they have."""
 
     met: float
     whole: bool  # the run was not cut short
@@ -96,8 +105,10 @@ def capacity(fleet: Fleet, load: Load, objectives: Objectives, seconds: float) -
 
 
 def simulate(fleet: Fleet, load: Load, objectives: Objectives, seconds: float, seed: int = 0) -> Outcome:
-    """One run of so many seconds of virtual time."""
-    return _Run(fleet, load, objectives, seconds, seed).outcome()
+    """One run of so many seconds of virtual time, of the scheduler that has the fewest groups."""
+    share = fleet.smallest_share
+    load = replace(load, rate=load.rate * share / fleet.groups)
+    return _Run(replace(fleet, groups=share), load, objectives, seconds, seed).outcome(fleet.groups / share)
 
 
 class _Run:
@@ -107,7 +118,8 @@ class _Run:
         self._clock = Clock()
         self._end_us, self._warm_s = round(seconds * 1e6), WARM_UP_SHARE * seconds
         self._expected = load.rate * (seconds - self._warm_s)
-        self._submitted = self._counted = self._met = self._missed = self._tokens = 0
+        self._late = 0  # that wait, and have missed already
+        self._submitted = self._counted = self._met = self._missed = self._ended_tokens = 0
         self._ttfts: list[float] = []
         self._tpots: list[float] = []
         metrics = SchedulerMetrics("simulated", vllm_names=False, registry=CollectorRegistry())
@@ -139,29 +151,55 @@ class _Run:
             self._scheduler.add_group(worker.group, 0.0)
             self._workers.append(worker)
 
-    def outcome(self) -> Outcome:
+    def outcome(self, schedulers: float) -> Outcome:
+        """schedulers: that the fleet has, in terms of this one."""
         self._arrive()
-        step_us = 100_000
-        while self._clock.now_us < self._end_us and self._may_meet:
-            self._clock.run(min(self._clock.now_us + step_us, self._end_us))
-        # Whoever arrived late has time to end; others go on arriving meanwhile, so that it is as busy as before.
-        grace_s = self._objectives.ttft_s + LONGEST * self._load.output_tokens * self._objectives.tpot_s
-        until_us = self._end_us + round(grace_s * 1e6)
-        while self._clock.now_us < until_us and self._may_meet and self._met + self._missed < self._counted:
-            self._clock.run(self._clock.now_us + step_us)
+        self._run_until(self._warm_s)
+        busy_us, tokens = self._busy_us(), self._tokens()
+        # Whoever arrived last has time to begin; others go on arriving meanwhile, so that it is as busy as before.
+        self._run_until(self._end_us / 1e6 + self._objectives.ttft_s)
+        now = self._clock.now_s
+        measured_s = now - self._warm_s
+        busy = (self._busy_us() - busy_us) / 1e6 / measured_s / len(self._workers)
+        tokens_per_s = (self._tokens() - tokens) / measured_s * schedulers
+        for request in self._running():
+            if self._counts(request.arrived_at):
+                self._judge(request, now)
         return Outcome(
             met=self._met / max(self._counted, 1) if self._may_meet else 0.0,
             whole=self._may_meet,
             requests=self._counted,
             ttft_s=_percentiles(self._ttfts),
             tpot_s=_percentiles(self._tpots),
-            busy=sum(worker.busy_us for worker in self._workers) / self._clock.now_us / len(self._workers),
-            tokens_per_s=self._tokens / self._clock.now_s,
+            busy=busy,
+            tokens_per_s=tokens_per_s,
         )
+
+    def _run_until(self, seconds: float) -> None:
+        """Or until too many have missed."""
+        until_us = round(seconds * 1e6)
+        while self._clock.now_us < until_us and self._may_meet:
+            self._clock.run(min(self._clock.now_us + CHECK_US, until_us))
+            late = self._clock.now_s - self._objectives.ttft_s
+            self._late = sum(
+                self._counts(request.arrived_at) and request.arrived_at < late and not request.output
+                for worker in self._workers
+                for request in worker.group.waiting
+            )
+
+    def _running(self) -> list[Request]:
+        return [request for worker in self._workers for request in worker.group.running()]
+
+    def _busy_us(self) -> int:
+        return sum(worker.busy_us for worker in self._workers)
+
+    def _tokens(self) -> int:
+        """So far, of all requests."""
+        return self._ended_tokens + sum(len(request.output) for request in self._running())
 
     @property
     def _may_meet(self) -> bool:
-        return self._missed <= max((1 - self._objectives.share) * self._expected, 1)
+        return self._missed + self._late <= max((1 - self._objectives.share) * self._expected, 1)
 
     def _arrive(self) -> None:
         now, load = self._clock.now_s, self._load
@@ -186,18 +224,20 @@ class _Run:
         for request in updated:
             if request.end is None:
                 continue
-            self._tokens += len(request.output)
-            if not self._counts(request.arrived_at):
-                continue
-            if isinstance(request.end, Rejected) or request.first_token_at is None:
-                self._missed += 1
-                continue
-            ttft_s = request.first_token_at - request.arrived_at
-            tpot_s = (now - request.first_token_at) / max(len(request.output) - 1, 1)
-            self._ttfts.append(ttft_s)
-            self._tpots.append(tpot_s)
-            met = ttft_s <= self._objectives.ttft_s and tpot_s <= self._objectives.tpot_s
-            self._met, self._missed = self._met + met, self._missed + (not met)
+            self._ended_tokens += len(request.output)
+            if self._counts(request.arrived_at):
+                self._judge(request, now)
+
+    def _judge(self, request: Request, now: float) -> None:
+        if isinstance(request.end, Rejected) or request.first_token_at is None:
+            self._missed += 1
+            return
+        ttft_s = request.first_token_at - request.arrived_at
+        tpot_s = (now - request.first_token_at) / max(len(request.output) - 1, 1)
+        self._ttfts.append(ttft_s)
+        self._tpots.append(tpot_s)
+        met = ttft_s <= self._objectives.ttft_s and tpot_s <= self._objectives.tpot_s
+        self._met, self._missed = self._met + met, self._missed + (not met)
 
 
 def _percentiles(values: list[float]) -> tuple[float, float]:
@@ -251,6 +291,7 @@ def _report(fleet: Fleet, load: Load, objectives: Objectives, seconds: float, on
             f"{needed} groups are needed: {fleet.model} on {fleet.tensor_parallel_size} x {fleet.gpu}, {load.rate:g} requests/s of "
             f"{load.prompt_tokens} prompt and {load.output_tokens} completion tokens on average",
             f"objectives, for {objectives.share:.0%}: TTFT {objectives.ttft_s * 1e3:g} ms and then {objectives.tpot_s * 1e3:g} ms a token",
+            f"each scheduler drives at most {fleet.groups_per_scheduler} groups; one of them is simulated, with its share of the requests",
             f"one group alone sustains {one:.2f} requests/s; runs of {seconds:g} s of virtual time; cut short when it was clear: met 0",
         ),
         plots=(

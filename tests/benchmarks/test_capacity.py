@@ -1,10 +1,14 @@
 """The answer of `benchmarks capacity` must be the smallest number of groups that meets the objectives."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.capacity import Fleet, Load, Objectives, _smallest, capacity, simulate
+from benchmarks.capacity import Fleet, Load, Objectives, _Run, _smallest, capacity, simulate
 
-FLEET = Fleet(groups=1, gpu="h200", model="8b", tensor_parallel_size=1, max_num_seqs=16, max_step_tokens=512, delay_us=1_000)
+FLEET = Fleet(
+    groups=1, groups_per_scheduler=4, gpu="h200", model="8b", tensor_parallel_size=1, max_num_seqs=16, max_step_tokens=512, delay_us=1_000
+)
 LOAD = Load(rate=24.0, prompt_tokens=100, output_tokens=60)
 OBJECTIVES = Objectives(ttft_s=0.3, tpot_s=0.02, share=0.9)
 
@@ -15,6 +19,21 @@ def test_more_groups_meet_more() -> None:
     assert loads[0].ttft_s[0] < 0.1
     assert not loads[1].whole  # cut short: it could not meet them any more
     assert simulate(FLEET, Load(8.0, 100, 60), OBJECTIVES, 3.0) == loads[0]  # the same seed, the same run
+
+
+def test_of_several_schedulers_one_is_simulated_with_its_share_of_the_load() -> None:
+    whole = simulate(replace(FLEET, groups=7), Load(70.0, 100, 60), OBJECTIVES, 2.0)  # behind two schedulers, of 3 and 4
+    share = simulate(replace(FLEET, groups=3), Load(30.0, 100, 60), OBJECTIVES, 2.0)
+    assert whole == replace(share, tokens_per_s=share.tokens_per_s * 7 / 3)
+
+
+def test_a_run_does_not_wait_for_long_answers() -> None:
+    """A request of 1,000 tokens is judged by what it has when the run ends."""
+    run = _Run(FLEET, Load(4.0, 100, 1_000), Objectives(ttft_s=0.5, tpot_s=0.02, share=0.5), 2.0, seed=0)
+    outcome = run.outcome(1.0)
+    assert outcome.requests >= 3
+    assert outcome.met == 1.0
+    assert run._clock.now_s == 2.5
 
 
 def test_the_report_names_the_smallest_fleet() -> None:
