@@ -20,6 +20,7 @@ from shared.protocol.generation_pb2 import (
     GenerationFilesResponse,
     GenerationSessionRequest,
     GenerationSessionResponse,
+    GenerationStatusResponse,
     Rejected,
     RejectReason,
     SessionHeartbeat,
@@ -68,6 +69,8 @@ class ScriptedScheduler(GenerationServicer):
     cancels: list[Cancel] = field(default_factory=list)
     hellos: list[SessionHello] = field(default_factory=list)
     files_calls: int = 0
+    status: GenerationStatusResponse | None = None  # None: as a scheduler of before, which tells none
+    status_calls: int = 0
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -117,6 +120,12 @@ class ScriptedScheduler(GenerationServicer):
         self.files_calls += 1
         for message in files.messages([ModelFile(path.name, path.read_bytes()) for path in self.folder.iterdir()], GenerationFilesResponse):
             yield message
+
+    async def Status(self, request, context):
+        self.status_calls += 1
+        if self.status is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        return self.status
 
     async def Session(self, request_iterator, context):
         outbox: Outbox = rpc.Outbox(lambda: GenerationSessionResponse(heartbeat=SessionHeartbeat()))

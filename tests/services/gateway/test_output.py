@@ -51,25 +51,9 @@ def test_calls_of_each_family(family: Any, text: str) -> None:
 def test_pieces_change_nothing(data: st.DataObject) -> None:
     """Texts made of what parsers look for, cut anywhere."""
     family = data.draw(st.sampled_from(sorted(FORMATS)))
-    words = st.sampled_from(
-        [
-            HERMES,
-            MISTRAL,
-            LLAMA,
-            "<tool_call>",
-            "</tool_call>",
-            "[TOOL_CALLS]",
-            "<think>",
-            "</think>",
-            "<|python_tag|>",
-            "{",
-            "}",
-            "<",
-            "[",
-            "]",
-        ]
-        + ['{"name": "f"', ', "arguments": {"a": 1}', '"', " ", "\n", "f", "hello ", ";", ",", "\\", '{"arguments": {}, "name": "g"}', "é"]
-    )
+    markers = [HERMES, MISTRAL, LLAMA, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>", "<|python_tag|>"]
+    pieces_of_json = ['{"name": "f"', ', "arguments": {"a": 1}', '{"arguments": {}, "name": "g"}', '"', "\\", "{", "}", "[", "]", ",", ";"]
+    words = st.sampled_from([*markers, *pieces_of_json, "<", " ", "\n", "f", "é", "hello "])
     text = "".join(data.draw(st.lists(words, max_size=12)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -143,7 +143,7 @@ async def test_processes_share_the_port_the_limits_and_one_view_of_metrics(gatew
         while (await client.get(f"{gateway.admin}/readyz")).status_code == 200:
             await asyncio.sleep(0.02)
     held.set()
-    assert all((await answer).content.endswith(b"data: [DONE]\n\n") for answer in running)
+    assert all(answer.content.endswith(b"data: [DONE]\n\n") for answer in await asyncio.gather(*running))
     assert await asyncio.wait_for(gateway.process.wait(), WITHIN_S) == 0
 
 
