@@ -61,8 +61,8 @@ def config(operation: str, device: torch.device, rows: int, columns: int, size: 
     if not 0 < rows <= MAX_ROWS:
         return None
     entries = table(device).get(operation, {}).get(f"{columns}x{size}", {})
-    entry = entries.get(str(triton.next_power_of_2(rows)))
-    return None if entry is None else Config(*entry)
+    measured = min((int(most) for most in entries if int(most) >= rows), default=None)
+    return None if measured is None else Config(*entries[str(measured)])
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tuned: Config) -> Tensor:
