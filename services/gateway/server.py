@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
+from opentelemetry.trace import Tracer
 from starlette.types import ASGIApp
 
 from services.gateway.access import Access
@@ -22,10 +23,12 @@ from services.gateway.openai.service import Gateway
 from services.gateway.page.routes import PATHS as PAGE_PATHS
 from services.gateway.scheduler_client import SchedulerClient
 from services.gateway.settings import GatewaySettings
+from services.gateway.traced import Traced
 from shared.admin import admin
 from shared.errors import LockstepError
 from shared.metrics import new_registry
 from shared.process import write_ports
+from shared.tracing import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +67,19 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event, limits: Limits |
             return "stopping"
         return None if scheduler.is_up else f"no session with the scheduler at {schedulers}"
 
-    async with admin(settings, registry, readiness) as admin_port:
+    traces = tracing("lockstep-gateway", settings.trace_endpoint, settings.trace_ratio)
+    async with admin(settings, registry, readiness) as admin_port, traces as tracer:
         if settings.ports_file is not None:
             write_ports(settings.ports_file, {"http": listener.getsockname()[1], "admin": admin_port})
         with Renderer(settings.tokenizer_threads) as renderer, ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as threads:
             threads.submit(renderer.warm_up)
             gateway = Gateway(settings, scheduler, threads, renderer, created=int(time.time()), metrics=metrics)
-            await _serve_http(stop, listener, gateway, access)
+            await _serve_http(stop, listener, gateway, access, tracer)
 
 
-async def _serve_http(stop: asyncio.Event, listener: socket.socket, gateway: Gateway, access: Access) -> None:
+async def _serve_http(stop: asyncio.Event, listener: socket.socket, gateway: Gateway, access: Access, tracer: Tracer) -> None:
     settings = gateway.settings
-    server = _server(settings, create_app(gateway, access))
+    server = _server(settings, Traced(create_app(gateway, access), tracer))
     following = asyncio.create_task(access.keys.follow() if access.keys else stop.wait())
     session = asyncio.create_task(gateway.scheduler.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))

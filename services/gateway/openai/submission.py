@@ -39,6 +39,7 @@ def submits(
                 stop_token_ids=ids_to_bytes(body.stop_token_ids),
                 deadline_ms=max(int((request.state.deadline - asyncio.get_running_loop().time()) * 1000), 1),
                 tenant=request.state.tenant or None,
+                traceparent=request.state.traceparent or None,
                 cache_salt=_cache_salt(request.state.tenant, body.cache_salt),
             )
             for sampling in samplings
