@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import models
+from benchmarks import models, tune
 from benchmarks.capacity import Fleet, Load, Objectives, capacity
 from benchmarks.distance import distance
 from benchmarks.gateway import gateway
@@ -187,6 +187,17 @@ def _kernels(
 ) -> None:
     """What each kernel reaches of what the GPU can do."""
     _finish(kernels(operations or []), out)
+
+
+@app.command("tune")
+def _tune(
+    model: Model = MODELS,
+    rows: Annotated[list[int], typer.Option(min=1, max=64, help="Most rows of an entry; repeatable.")] = list(tune.ROWS),  # noqa: B006
+    seconds: Annotated[float, typer.Option(min=1, help="When to stop; what is not reached is left to the library.")] = 600.0,
+    out: Out = OUT,
+) -> None:
+    """The fastest configurations of the products of few rows, as the table that the kernels read."""
+    _finish(tune.tune(model, rows, seconds, out), out)
 
 
 def _options(device: str, quick: bool, limit_s: float, worker: list[str]) -> Options:

@@ -19,6 +19,7 @@ from benchmarks.ceilings import measure_ceilings
 from benchmarks.report import Report, Value
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
+from kernels.linear import gated_linear, linear
 from kernels.moe import moe, route
 from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import add_rms_norm
@@ -166,6 +167,46 @@ def prefill_cases() -> Iterator[Case]:
         yield Case(f"{rows} x {length} tokens Q={q_heads} K={kv_heads} H=128", work, "TFLOP/s", [ours], [flash])
 
 
+class Layer:
+    """A dense decode layer with its cache, as the worker launches it: 8 kernels, or 9 and what cuBLAS adds with the library."""
+
+    def __init__(self, rows: int, hidden: int, q_heads: int, kv_heads: int, inner: int, cache: KVCache, slots: Tensor) -> None:
+        self.q_heads, self.kv_heads, self.cache, self.slots = q_heads, kv_heads, cache, slots
+        self.norm, self.head_norm, self.table = randn(hidden), randn(128), torch.randn(8192, 128, device="cuda")
+        self.qkv, self.output = randn((q_heads + 2 * kv_heads) * 128, hidden) / 32, randn(hidden, q_heads * 128) / 32
+        self.gate_up, self.down = randn(2 * inner, hidden) / 32, randn(hidden, inner) / 32
+        self.x, self.residual = randn(rows, hidden), randn(rows, hidden)
+        positions = cache.lengths - 1
+        pages = cache.page_table[slots.long(), (positions // PAGE_SIZE).long()].long()
+        self.positions, self.locations = positions, pages * PAGE_SIZE + positions % PAGE_SIZE
+
+    def __call__(self, product: Callable[..., Tensor], gated_product: Callable[..., Tensor]) -> Tensor:
+        cache, counts = self.cache, [self.q_heads, self.kv_heads, self.kv_heads]
+        x = add_rms_norm(self.x, self.residual, self.norm, 1e-6)
+        q, k, v = product(x, self.qkv).view(len(x), -1, 128).split(counts, dim=1)
+        q = rope_and_store(q, k, v, self.positions, self.table, self.locations, cache.k, cache.v, self.head_norm, self.head_norm)
+        q = decode_attention(q, cache.k, cache.v, cache.page_table, self.slots, cache.lengths, 128**-0.5)
+        x = add_rms_norm(product(q.flatten(1), self.output), self.residual, self.norm, 1e-6)
+        return product(gated_product(x, self.gate_up), self.down)
+
+
+def eager_gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return silu_and_mul(F.linear(x, weight))
+
+
+def layer_cases() -> Iterator[Case]:
+    """A whole decode layer, beside the same with the library's products. Work: weights and cache, each read once."""
+    for name, hidden, q_heads, inner in (("Qwen3-0.6B", 1024, 16, 3072), ("Llama-3.1-8B", 4096, 32, 14336)):
+        for rows in (1, 8, 32, 64):
+            copies = 8
+            cache = KVCache(rows, 8, 128, 1024, 1152, copies)
+            layers = [Layer(rows, hidden, q_heads, 8, inner, cache, slots) for slots in cache.slots]
+            weights = sum(weight.nbytes for weight in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down))
+            ours: list[Launch] = [partial(layer, linear, gated_linear) for layer in layers]
+            library: list[Launch] = [partial(layer, F.linear, eager_gated_linear) for layer in layers]
+            yield Case(f"{name} B={rows} length 1024-1152", weights + 4.0 * cache.total_tokens * 8 * 128, "TB/s", ours, library)
+
+
 def sampling_cases() -> Iterator[Case]:
     columns = 151936
     for rows in (1, 32, 256):
@@ -210,6 +251,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Case]]] = {
     "rope_and_store": rope_cases,
     "decode_attention": decode_cases,
     "prefill_attention": prefill_cases,
+    "decode_layer": layer_cases,
     "moe": moe_cases,
     "sampling": sampling_cases,
 }
