@@ -1,0 +1,120 @@
+"""The benchmarks of models, small and on the CPU: every line is measured, checked and written; what is wrong is not reported as fast."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ceilings import Ceilings
+from benchmarks.decode import measure_decode
+from benchmarks.models import Cases, measure_models
+from benchmarks.profile import profile
+from benchmarks.report import Report, Value
+from benchmarks.served import Options, Served, WrongOutput
+from services.local import LLM
+from services.worker.engine.profiled import RECORDED
+from services.worker.engine.roofline import Shape
+from tests import tiny
+
+CASES = Cases(rows=(1, 3), context=40, tokens=12, prefill_prompts=3, prompts=10, least=5, most=30)
+OPTIONS = Options(device="cpu", quick=True, worker={"threads": 1})
+ONE = Ceilings(1e9, 1e9, 1e9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights."""
+    folder = tmp_path_factory.mktemp("shapes") / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny.CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reports(folder: Path) -> dict[str, Report]:
+    """Of one start."""
+    found, failures = measure_models([str(folder)], CASES, OPTIONS)
+    assert not failures
+    return {report.name: report for report in found}
+
+
+def lines(report: Report) -> list[dict[str, Value]]:
+    return [dict(zip(report.columns, row, strict=True)) for row in report.rows]
+
+
+def test_decode_has_a_line_for_each_number_of_rows_and_agrees_with_prefill(reports: dict[str, Report]) -> None:
+    found = lines(reports["decode"])
+    assert [(line["model"], line["rows"]) for line in found] == [("tiny", 1), ("tiny", 3)]
+    assert [line["checked"] for line in found] == ["100%", "100%"]  # float32: near-ties are rare
+    for line in found:
+        assert isinstance(line["ms a step"], float)
+        assert isinstance(line["floor"], float)
+        assert isinstance(line["of the device"], float)
+        assert 0 < line["floor"] < line["ms a step"]
+
+
+def test_offline_counts_the_tokens_that_were_asked_for(reports: dict[str, Report]) -> None:
+    (line,) = lines(reports["offline"])
+    assert isinstance(line["s"], float)
+    assert isinstance(line["new tokens"], int)
+    assert line["tokens/s"] == pytest.approx(line["new tokens"] / line["s"])
+
+
+def test_prefill_and_what_is_written(reports: dict[str, Report], tmp_path: Path) -> None:
+    (line,) = lines(reports["prefill"])
+    assert (line["prompts"], line["tokens"], line["best peer ms"]) == (3, 40, None)
+    reports["prefill"].write(tmp_path)
+    written = json.loads((tmp_path / "prefill.json").read_text())
+    assert written["raw"]["ceilings"].keys() == {"read", "matrix", "sustained"}
+    assert len(written["raw"]["tiny prefill"]) == 1
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model whose decoding says 40, 41, 42, 43, 40 ... and whose prefill always 40."""
+    folder = tiny.weightless_model(tmp_path_factory.mktemp("scripted") / "tiny")
+    script = folder / "script.json"
+    script.write_text(json.dumps({"default": {"ids": [40, 41, 42, 43], "repeat": True}}))
+    with LLM(folder, engine="scripted", script=script, progress=False) as llm:
+        yield Served("scripted", llm, Shape.from_config(tiny.CONFIG), ONE, "none", time.monotonic() + 60)
+
+
+def test_decoding_that_differs_from_prefilling_is_an_error(scripted: Served) -> None:
+    with pytest.raises(WrongOutput, match="scripted: decoding 2 rows and prefilling agree on"):
+        scripted.check([[5, 6], [7, 8]])
+
+
+def test_lines_that_do_not_fit_into_the_time_are_left_out(scripted: Served) -> None:
+    late = Served(scripted.name, scripted.llm, scripted.shape, ONE, "none", deadline=time.monotonic())
+    (line,) = measure_decode(late, [1], 5, 2, 1, {})
+    assert line[:3] == ("scripted", 1, None)
+    assert line[-1] == "no time left"
+
+
+def test_a_model_that_cannot_start_leaves_the_others(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**tiny.CONFIG, "hidden_act": "none"}))
+    found, failures = measure_models([str(tmp_path)], CASES, OPTIONS)
+    assert [list(report.rows) for report in found] == [[], [], []]
+    assert len(failures) == 1
+    assert "hidden_act" in failures[0]
+
+
+def test_a_profile_tells_the_kernels_of_a_step(folder: Path, tmp_path: Path) -> None:
+    first, second = profile(str(folder), [1, 2], 20, OPTIONS, tmp_path)
+    assert [first.name, second.name] == ["profile-1", "profile-2"]
+    launches: dict[Value, Sequence[Value]] = {row[0]: row for row in second.rows}
+    assert launches["aten::linear"][1] == 4 * tiny.CONFIG["num_hidden_layers"] + 1
+    assert second.raw.keys() == {"step_us", "busy_us", "gap_share", "launches_a_layer", "floor_us"}
+    trace = json.loads((tmp_path / "traces/rank-0-1.json").read_text())
+    assert sum(event["name"] == "aten::linear" for event in trace["traceEvents"]) >= RECORDED * 9
+
+
+def test_a_mistake_on_the_command_line_is_told_in_one_line() -> None:
+    command = [sys.executable, "-m", "benchmarks", "decode", "--model", "nope"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("benchmarks: model: nope is neither a shape")
