@@ -270,7 +270,7 @@ class Worker(Component):
     """gpu; cpu: the same engine, slow, for small models; simulated: keeps the timing of a GPU, computes nothing."""
     gpuResource: str = "nvidia.com/gpu"
     """Name under which nodes offer GPUs; the number is computed from parallelism."""
-    resources: Object = {}
+    resources: Object = {"requests": {"cpu": "1", "memory": "2Gi"}}
     """Requests and limits beside the GPUs, which are computed."""
     securityContext: Object = {
         "allowPrivilegeEscalation": False,
@@ -356,10 +356,10 @@ class Model(Values):
 
 
 class Auth(Values):
-    keys: str = ""
-    """Lines of a key file as `lockstep key` prints them (hashes, no secrets in the clear); goes into a Secret. Better: existingSecret."""
+    keys: Objects = []
+    """Keys as `python -m services.gateway key` adds them to a file: name, sha256, limits; no secret in the clear. Better: existingSecret."""
     existingSecret: str = ""
-    """Secret whose key `keys` is the key file."""
+    """Secret whose key `keys.json` is such a file; what changes in it is read without restart."""
 
 
 class Tls(Values):
@@ -418,6 +418,10 @@ class Nccl(Values):
 class Tests(Values):
     moveEnabled: bool = False
     """`helm test` also deletes a worker pod in the middle of a stream and requires an unbroken answer; needs two worker replicas."""
+    keySecret: str = ""
+    """Secret with an API key for `helm test`, where keys are set; without it only metrics are tried."""
+    secretKey: str = "API_KEY"
+    """Key of it in the Secret."""
 
 
 class Chart(Values):

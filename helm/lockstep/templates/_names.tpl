@@ -49,7 +49,7 @@ metadata:
 {{- define "lockstep.strings" -}}
 {{- range $key, $value := . }}
 {{- if not (kindIs "invalid" $value) }}
-{{ $key }}: {{ include "lockstep.string" $value }}
+{{ $key | quote }}: {{ include "lockstep.string" $value }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -16,14 +16,14 @@
 {{- define "lockstep.podMetadata" -}}
 {{- $ports := include "lockstep.ports" .component | fromJsonArray -}}
 metadata:
-  labels:
-    {{- include "lockstep.labels" . | nindent 4 }}
-    {{- include "lockstep.strings" .settings.podLabels | nindent 4 | trimSuffix "\n    " }}
+  labels: # no version: a new chart alone restarts nobody
+    {{- include "lockstep.selector" . | nindent 4 }}
+    app.kubernetes.io/part-of: lockstep
+    {{- with merge (deepCopy .settings.podLabels) .root.Values.commonLabels }}
+    {{- include "lockstep.strings" . | trim | nindent 4 }}
+    {{- end }}
   annotations:
     kubectl.kubernetes.io/default-container: {{ .component }}
-    {{- with .checksum }}
-    checksum/files: {{ . }}
-    {{- end }}
     {{- if .root.Values.monitoring.scrapeAnnotations }}
     prometheus.io/scrape: "true"
     prometheus.io/port: {{ index $ports 1 | int | quote }}
@@ -45,7 +45,7 @@ metadata:
 {{- end }}
 {{- range $name, $value := $env }}
 {{- if not (kindIs "invalid" $value) }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   value: {{ include "lockstep.string" $value }}
 {{- end }}
 {{- end }}
@@ -199,7 +199,9 @@ metadata:
   namespace: {{ .root.Release.Namespace }}
   labels:
     {{- include "lockstep.labels" . | nindent 4 }}
-    {{- include "lockstep.strings" .root.Values.monitoring.podMonitor.labels | nindent 4 | trimSuffix "\n    " }}
+    {{- with .root.Values.monitoring.podMonitor.labels }}
+    {{- include "lockstep.strings" . | trim | nindent 4 }}
+    {{- end }}
 spec:
   selector:
     matchLabels:

