@@ -1,7 +1,8 @@
 """Which waiting request gets a slot next, and when: what it needs must be there, and nobody is passed over for ever.
 
 A request that others are computing a prefix of waits for that prefix, so that a burst of equal prompts computes it once. One that
-does not fit is passed over by others that do, at most `MAX_SKIPS` times; then nobody is admitted before it.
+does not fit is passed over by others that do, at most `MAX_SKIPS` times; then nobody is admitted before it. And higher priorities go
+first, but no more than `MAX_OVERTAKINGS` times in a row before the request that has waited longest.
 """
 
 import heapq
@@ -18,6 +19,7 @@ from services.scheduler.waiting import WaitingQueue
 from shared.protocol.plan import Int32s
 
 MAX_SKIPS = 32
+MAX_OVERTAKINGS = 16  # in a row, of the request that has waited longest by others of higher priority
 LOOKAHEAD = 4  # requests that do not fit and are passed over in one plan
 RETRY_PLANS = 16  # after which those that did not fit are looked at anew: others may have computed their prefix, or the reserve is smaller
 
@@ -40,6 +42,7 @@ class Admissions:
         self._passed_over: list[Request] = []  # in this plan
         self._refused: _Refusal | None = None  # when nobody could be admitted
         self._plans = 0
+        self._overtakings = 0
         self._followers: dict[int, list[tuple[int, int, Request]]] = {}  # by slot: a heap of (tokens they wait for, tie-breaker, request)
         self._tie_breaker = count()
 
@@ -65,10 +68,12 @@ class Admissions:
         """The request to admit, which stays in the queue, and all of its tokens.
 
         most_tokens: of which it may have to compute; then the shortest goes first. None: the first in the queue, whatever its length.
+        When it is the turn of the request that has waited longest, that one or none.
         """
         while self.may_come() and len(self._passed_over) <= LOOKAHEAD:
-            head = self._waiting.head()
-            request = head if most_tokens is None else self._waiting.shortest()
+            overtaken = self._overtakings >= MAX_OVERTAKINGS
+            head = self._waiting.oldest() if overtaken else self._waiting.head()
+            request = head if overtaken or most_tokens is None else self._waiting.shortest()
             if head is None or request is None:
                 return None
             if head.skips >= MAX_SKIPS:
@@ -88,6 +93,8 @@ class Admissions:
                 continue
             for other in {head, *self._passed_over} - {request}:
                 other.skips += 1
+            oldest = self._waiting.oldest()
+            self._overtakings = self._overtakings + 1 if oldest is not None and oldest.priority < request.priority else 0
             return request, ids
         if not self._jump:
             self._refused = _Refusal(self._waiting.changes, self._slots.num_free, self._memory.free, self._plans + RETRY_PLANS)

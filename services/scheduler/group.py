@@ -456,12 +456,14 @@ class Group:
         """Iterations of a plan of decode rows: no more than the longest of them may run, and one when memory is short."""
         left = self.slots.max_length[decodes] - self.slots.planned[decodes]
         iterations = min(self.lead.burst(step_us), int(left.max()))
+        if iterations == 1:
+            return 1
         return iterations if self.memory.beyond(decodes, self._written(decodes, iterations)).sum() <= self.memory.free else 1
 
     def _decode_rows(self, rows: Int32s, most: int) -> Int32s:
         """Those of `rows`, which may all run, that have a page to write to."""
         rows = batching.decode_rows(self.slots, rows, most)
-        return rows[self.memory.affordable(rows, self.slots.planned[rows])]
+        return self.memory.affordable(rows, self.slots.planned[rows])
 
     def _reserve(self, decodes: Int32s) -> int:
         """Pages to keep for requests that run, as many as they may take until one that is given back now is here: a lead and a plan later.

@@ -5,7 +5,6 @@ needs beyond is there, or is made by evicting from the prefix cache, or it pause
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.scheduler.pages import PagePool, PageState
 from services.scheduler.prefix_cache import NoCache, PrefixCache, RadixCache
@@ -63,19 +62,18 @@ class Memory:
         self.promised += int(slots.promised[slot]) - len(pages)
         return pages
 
-    def affordable(self, rows: Int32s, written: Int32s) -> NDArray[np.bool_]:
-        """Which of these slots can have the pages, at most one each, to write `written` tokens: those that came first, first."""
-        everyone = np.ones(len(rows), dtype=np.bool_)
+    def affordable(self, rows: Int32s, written: Int32s) -> Int32s:
+        """Those of these slots that can have the pages, at most one each, to write `written` tokens: those that came first, first."""
         if self.is_plentiful:
-            return everyone
+            return rows
         beyond = self.beyond(rows, written)
         if int(beyond.sum()) <= self.free:
-            return everyone
+            return rows
         order = np.argsort(self._slots.arrived_at[rows], kind="stable")
         fits = np.empty(len(rows), dtype=np.bool_)
         fits[order] = np.cumsum(beyond[order]) <= self.free
         fits |= beyond == 0  # what was promised is there, whoever waits
-        return fits
+        return rows[fits]
 
     def beyond(self, rows: Int32s, written: Int32s) -> Int32s:
         """Pages that each of these slots needs, and was not promised, to write `written` tokens."""

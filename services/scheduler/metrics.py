@@ -225,7 +225,8 @@ class EngineMetrics:
         """A plan has been computed."""
         self._iterations.observe(iterations)
         self._decoded.inc(decode_rows * iterations)
-        self._computed.inc(prefill_tokens)
+        if prefill_tokens:
+            self._computed.inc(prefill_tokens)
 
     def step(self, tokens: int, seconds: float) -> None:
         """One iteration of decode rows and prefill tokens, timed by the worker."""

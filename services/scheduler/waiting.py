@@ -34,6 +34,8 @@ class WaitingQueue:
         self._present: dict[Key, Request] = {}
         self._aside: set[Request] = set()
         self._classes: dict[_Class, _Tenants] = {}
+        self._by_rank: list[tuple[Rank, int, Request]] = []  # a heap; some entries are out of date
+        self._pushed = count()
         self._entries = 0
 
     def __len__(self) -> int:
@@ -57,6 +59,15 @@ class WaitingQueue:
     def shortest(self) -> Request | None:
         """Of the class and the tenant of the head, the one with the fewest tokens to prefill."""
         return self._next(shortest=True)
+
+    def oldest(self) -> Request | None:
+        """The one that came first, whatever its class and its tenant."""
+        while self._by_rank:
+            request = self._by_rank[0][-1]
+            if self.offers(request):
+                return request
+            heapq.heappop(self._by_rank)
+        return None
 
     def remove(self, request: Request) -> None:
         """Raises KeyError when it does not wait here."""
@@ -98,10 +109,12 @@ class WaitingQueue:
 
     def _enter(self, request: Request) -> None:
         self._classes.setdefault(_class_of(request), _Tenants(self._tenants)).push(request)
+        heapq.heappush(self._by_rank, (rank(request), next(self._pushed), request))
         self._entries += 1
 
     def _rebuild(self) -> None:
         self._classes.clear()
+        self._by_rank.clear()
         self._entries = 0
         for request in self._present.values():
             if request not in self._aside:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from services.scheduler.admission import MAX_SKIPS
+from services.scheduler.admission import MAX_OVERTAKINGS, MAX_SKIPS
 from services.scheduler.policy import POLICIES, PolicyName
 from services.scheduler.requests import Request
 from shared.protocol.plan import Limits
@@ -134,6 +134,24 @@ def test_higher_priority_goes_first() -> None:
     low, high = harness.submit(1, prompt(1, 4), 3), harness.submit(2, prompt(2, 4), 3, priority=1)
     harness.finish()
     assert harness.ended.index(high) < harness.ended.index(low)
+
+
+@pytest.mark.parametrize("length", [4, 60])  # a short prompt, and one that takes several steps
+def test_lower_priorities_are_overtaken_only_so_often_in_a_row(length: int) -> None:
+    harness = group(limits=replace(LIMITS, slots=2))
+    harness.submit(0, prompt(0, 4), 3, priority=1)
+    low = [harness.submit(number, prompt(number, length), 3, priority=0, arrived_at=float(number)) for number in range(1, 4)]
+    number = 100
+    while not all(request.end for request in low):
+        harness.submit(number, prompt(number, 4), 3, priority=5, arrived_at=float(number))
+        harness.step()
+        number += 1
+        assert number < 1_000
+    admitted = [int(seed) for plan in harness.plans for seed in plan.admissions["seed_low"]]  # a request's seed is its number
+    places = [admitted.index(number) for number in (1, 2, 3)]
+    assert places == sorted(places)  # in their order
+    assert places[0] >= 10  # higher priorities do go first
+    assert all(place <= (MAX_OVERTAKINGS + 1) * turn for turn, place in enumerate(places, 1))
 
 
 def test_tenants_get_equal_shares_whatever_they_ask_for() -> None:
