@@ -12,13 +12,14 @@ from services.worker.engine.interface import Facts, Memory
 from services.worker.engine.roofline import GPUS, MODELS, Roofline, Shape
 from services.worker.engine.simulated import Language, SimulatedDevice, SimulatedStep
 from services.worker.faults import Faults
-from services.worker.messages import Done, Failed, Message, Ready, ResetDone
+from services.worker.messages import Done, Failed, Message, Ready, ResetDone, scored
 from services.worker.metrics import GroupMetrics
 from services.worker.ring import Kind
 from services.worker.settings import WorkerSettings
 from services.worker.supervisor import Result, Supervisor
 from services.worker.timers import Timers
 from services.worker.weights.folder import ModelFolder
+from shared.protocol.logprobs import Logprobs
 from shared.protocol.plan import FAILED_ROW, Plan, decode
 
 
@@ -76,14 +77,16 @@ class SimulatedRanks:
                 case "stall":
                     return
         idle_us = start_us - self._free_at_us if self._free_at_us else 0
-        done = Done(number, start_us, start_us + step_us, idle_us, ids)
-        self._timers.at(done.end_us, lambda: self._end(done))
+        done, records = Done(number, start_us, start_us + step_us, idle_us, ids), step.logprobs(ids)
+        self._timers.at(done.end_us, lambda: self._end(done, records))
 
-    def _end(self, done: Done) -> None:
+    def _end(self, done: Done, records: Logprobs) -> None:
         if self._stopped:
             return
         self._busy = False
         self._free_at_us = done.end_us
+        for message in scored(done.plan, records):
+            self._tell(message)
         self._tell(done)
         self._next()
 

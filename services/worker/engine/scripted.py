@@ -8,7 +8,8 @@ The script is a JSON file:
      "by_seed": {"7": {"ids": [5, 6]},                 played to requests with this seed; after the ids comes EOS
                  "8": {"logits": [0.0, 1.5, 0.5]}}}    of the ids 0, 1, 2: sampled anew for each token, as the request asks
 
-Logits go through the sampler of the real engine; only then is torch imported.
+Logits go through the sampler of the real engine; only then is torch imported. Penalties and biases change nothing here. The
+log-probabilities of ids are invented, those of logits theirs.
 """
 
 import time
@@ -16,12 +17,17 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from services.worker.engine.interface import Facts, Landed, Memory, Progress, RankSpec
+from services.worker.engine.invented import invented, invented_scores
 from services.worker.weights.folder import ModelFolder
 from shared.errors import ConfigError
+from shared.protocol.logprobs import MAX_TOP_LOGPROBS, NO_TOP_ID, Logprobs
 from shared.protocol.plan import ADMISSION, NO_TOKEN, Int32s, Plan, RowFlag, SlotFlag
+
+Float32s = NDArray[np.float32]
 
 
 class Play(BaseModel):
@@ -77,6 +83,7 @@ class ScriptedEngine:
         self.length, self.begun, self.max_length, self.seed, self.done, self.ignore_eos = np.zeros((6, spec.slots), dtype=np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * spec.slots
         self.sampling = np.zeros(spec.slots, dtype=ADMISSION)
+        self.wants_logprobs = np.zeros(spec.slots, dtype=np.bool_)
         self.steps = 0
 
     def reset(self) -> None:
@@ -92,11 +99,15 @@ class ScriptedEngine:
             self.ignore_eos[slot] = bool(admission["flags"] & SlotFlag.IGNORE_EOS)
             self.stop_ids[slot] = frozenset(admission["stop_ids"].tolist())
             self.sampling[slot] = admission
+            self.wants_logprobs[slot] = bool(admission["flags"] & SlotFlag.LOGPROBS)
         return ScriptedStep(self, plan)
+
+    def play_of(self, slot: int) -> Play:
+        return self.script.by_seed.get(int(self.seed[slot]), self.script.default)
 
     def play(self, slot: int) -> int:
         """The next token of a slot, whose `length` counts the tokens in the cache."""
-        play = self.script.by_seed.get(int(self.seed[slot]), self.script.default)
+        play = self.play_of(slot)
         if play.logits:
             token = sampled(play.logits, self.sampling[slot], int(self.seed[slot]), int(self.length[slot]))
         else:
@@ -104,6 +115,16 @@ class ScriptedEngine:
         ended = (token in self.facts.eos_ids and not self.ignore_eos[slot]) or token in self.stop_ids[slot]
         self.done[slot] |= ended or self.length[slot] + 1 >= self.max_length[slot]
         return token
+
+
+def of_logits(logits: list[float], token: int) -> tuple[float, Int32s, Float32s]:
+    """The token's log-probability, and the likeliest ids with theirs."""
+    values = np.array(logits, dtype=np.float32)
+    values -= np.logaddexp.reduce(values)
+    order = np.argsort(-values, kind="stable")[:MAX_TOP_LOGPROBS].astype(np.int32)
+    missing = MAX_TOP_LOGPROBS - len(order)
+    top_ids = np.pad(order, (0, missing), constant_values=NO_TOP_ID)
+    return float(values[token]), top_ids, np.pad(values[order], (0, missing), constant_values=-np.inf)
 
 
 def sampled(logits: list[float], admission: np.void, seed: int, position: int) -> int:
@@ -150,4 +171,15 @@ class ScriptedStep:
         ):
             engine.length[slot] = engine.begun[slot] = start + length
             ids.append(engine.play(slot) if flags & RowFlag.SAMPLE and not engine.done[slot] else NO_TOKEN)
-        return Landed(np.array(ids, dtype=np.int32))
+        result = np.array(ids, dtype=np.int32)
+        return Landed(result, np.concatenate((self._logprobs(result), invented_scores(plan, engine.facts.vocab_size))))
+
+    def _logprobs(self, ids: Int32s) -> Logprobs:
+        """Of the rows that want them and have yielded a token."""
+        engine, slots = self.engine, self.plan.row_slots
+        rows = np.flatnonzero(engine.wants_logprobs[slots] & (ids >= 0)).astype(np.int32)
+        records = invented(rows, engine.length[slots[rows]].astype(np.int32), ids[rows], engine.facts.vocab_size)
+        for record, slot, token in zip(records, slots[rows].tolist(), ids[rows].tolist(), strict=True):
+            if logits := engine.play_of(slot).logits:
+                record["logprob"], record["top_ids"], record["top_logprobs"] = of_logits(logits, token)
+        return records

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.engine.invented import invented, invented_scores
 from services.worker.engine.roofline import Roofline
 from services.worker.weights.folder import ModelFolder
+from shared.protocol.logprobs import Logprobs
 from shared.protocol.plan import MAX_STOP_IDS, NO_STOP_ID, NO_TOKEN, SCRATCH_PAGE, Int32s, Limits, Plan, RowFlag, SlotFlag
 
 UInt64s = NDArray[np.uint64]
@@ -82,7 +84,7 @@ class SimulatedDevice:
         self.length, self.min_length, self.max_length = np.zeros((3, slots), dtype=np.int64)
         self.last_token = np.zeros(slots, dtype=np.int32)
         self.stop_ids = np.full((slots, MAX_STOP_IDS), NO_STOP_ID, dtype=np.int32)
-        self.ignore_eos = np.zeros(slots, dtype=np.bool_)
+        self.ignore_eos, self.wants_logprobs = np.zeros((2, slots), dtype=np.bool_)
         self.done = np.ones(slots, dtype=np.bool_)
 
     def reset(self) -> None:
@@ -99,6 +101,7 @@ class SimulatedDevice:
             self.done[slots] = False
             self.min_length[slots], self.max_length[slots] = records["min_length"], records["max_length"]
             self.ignore_eos[slots] = records["flags"] & SlotFlag.IGNORE_EOS
+            self.wants_logprobs[slots] = records["flags"] & SlotFlag.LOGPROBS
             self.stop_ids[slots] = records["stop_ids"]
         self.page_table[plan.grant_slots, plan.grant_indexes] = plan.grant_pages
         return SimulatedStep(self, plan)
@@ -169,6 +172,14 @@ class SimulatedStep:
             )
         ]
         return np.concatenate((ids, np.array(tokens, dtype=np.int32))), us
+
+    def logprobs(self, ids: Int32s) -> Logprobs:
+        """Of what `run` has just brought."""
+        device, plan = self.device, self.plan
+        vocab_size, slots = device.language.vocab_size, plan.row_slots
+        rows = np.flatnonzero(device.wants_logprobs[slots] & (ids >= 0)).astype(np.int32)
+        tokens = invented(rows, device.length[slots[rows]].astype(np.int32), ids[rows], vocab_size)
+        return np.concatenate((tokens, invented_scores(plan, vocab_size)))
 
     def _us(self) -> int:
         """A graph computes every row, those that are done too; these read no context."""

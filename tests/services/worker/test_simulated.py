@@ -15,7 +15,8 @@ from services.worker.engine.roofline import GPUS, MODELS, Roofline
 from services.worker.engine.simulated import Language
 from shared.protocol import execution_pb2 as pb
 from shared.protocol.execution_pb2_grpc import ExecutionStub
-from shared.protocol.plan import FAILED_ROW, Plan, PlanFlag, ids_from_bytes
+from shared.protocol.logprobs import logprobs_from_bytes
+from shared.protocol.plan import FAILED_ROW, Plan, PlanFlag, RowFlag, SlotFlag, ids_from_bytes
 from shared.rpc import PROTOCOL_VERSION, StreamEnded
 from tests.services.worker.client import Execution, Worker, execution, worker
 from tests.tiny import VOCAB_SIZE, weightless_model
@@ -236,3 +237,20 @@ def test_a_completion_depends_on_every_id_and_ends_now_and_then() -> None:
     assert 150 < np.mean(lengths) < 600
     assert all(2 not in LANGUAGE.completion([number], 400, ignore_eos=True) for number in range(5))
     assert all(len(LANGUAGE.completion([number], 400, min_tokens=50)) > 50 for number in range(5))
+
+
+async def test_rows_that_want_log_probabilities_get_them_beside_rows_that_do_not(four: Worker) -> None:
+    await groups(four)
+    async with execution(four.port, epoch=40, group="sim-1") as stream:
+        plan = prefill(1)
+        plan.admissions["flags"] |= SlotFlag.LOGPROBS | SlotFlag.IGNORE_EOS
+        plan.prefill_flags |= RowFlag.SCORE
+        for each in (plan, prefill(2, slot=1), decode(3, 0, 1, iterations=2)):
+            stream.send(each)
+        first, second, burst = await results(stream, 3)
+    records = logprobs_from_bytes(first.logprobs)
+    assert records["position"].tolist() == [len(PROMPT), *range(1, len(PROMPT))]
+    assert records["top_ids"][0, 0] == ids_from_bytes(first.ids)[0]
+    assert records["top_ids"][1:, 0].tolist() == PROMPT[1:]
+    assert not second.logprobs
+    assert [(each["row"], each["position"]) for each in logprobs_from_bytes(burst.logprobs)] == [(0, len(PROMPT) + 1), (0, len(PROMPT) + 2)]

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.driver import Driver, spec
+from benchmarks.driver import Driver, admission, int32s, spec
 from services.worker.engine.scripted import ScriptedEngine, read_script
 from shared.errors import ConfigError
-from shared.protocol.plan import NO_TOKEN
+from shared.protocol.logprobs import NO_TOP_ID
+from shared.protocol.plan import NO_TOKEN, SlotFlag, encode
 from tests.tiny import weightless_model
 
 EOS = 2
@@ -40,6 +41,36 @@ def test_by_seed_and_over_and_over(tmp_path: Path) -> None:
 def test_a_stop_id_ends_the_row_also_where_eos_is_ignored(tmp_path: Path) -> None:
     play = driver(tmp_path, {"default": {"ids": [5, EOS, 6, 7]}})
     assert [play.prefill(0, [1], flags=1, stop_ids=6), *play.decode(0, iterations=3)] == [5, [EOS], [6], [NO_TOKEN]]
+
+
+def test_log_probabilities_are_invented_for_ids_and_real_for_logits(tmp_path: Path) -> None:
+    logits = [0.3, 2.0, -1.0, 1.2]
+    play = driver(tmp_path, {"default": {"ids": [5, 6]}, "by_seed": {"7": {"logits": logits}}})
+    play.prefill(0, [9, 8, 7], flags=SlotFlag.LOGPROBS)
+    play.prefill(1, [9], flags=SlotFlag.LOGPROBS, seed_low=7)
+    play.prefill(2, [9])
+    plan = play.plan(decode_slots=int32s(2, 0, 1), decode_flags=int32s(1, 1, 1))
+    flight = play.engine.begin(plan, np.frombuffer(bytearray(encode(plan)), dtype=np.int32)).launch()
+    assert flight.ids().tolist() == [6, 6, 1]
+    of_id, of_logits = flight.logprobs()
+    assert (of_id["row"], of_id["position"], of_id["top_ids"][0]) == (1, 4, 6)
+    assert of_id["logprob"] == of_id["top_logprobs"][0] == np.float32(-np.log(2))
+    assert (of_logits["row"], of_logits["position"], of_logits["top_ids"].tolist()) == (2, 2, [1, 3, 0, 2] + [NO_TOP_ID] * 16)
+    assert of_logits["logprob"] == pytest.approx(2.0 - np.log(np.exp(logits).sum()), abs=1e-6)
+
+
+def test_a_prompt_that_is_scored_has_a_value_for_all_but_its_first_id(tmp_path: Path) -> None:
+    play = driver(tmp_path, {"default": {"ids": [5]}})
+    rows = {"prefill_slots": int32s(3, 1), "prefill_starts": int32s(0, 4), "prefill_lengths": int32s(3, 2), "prefill_flags": int32s(2, 3)}
+    plan = play.plan(**rows, prefill_ids=int32s(9, 8, 7, 6, 5), admissions=np.concatenate([admission(slot, 9) for slot in (3, 1)]))
+    flight = play.engine.begin(plan, np.frombuffer(bytearray(encode(plan)), dtype=np.int32)).launch()
+    assert flight.ids().tolist() == [NO_TOKEN, 5]
+    assert [(each["row"], each["position"], each["top_ids"][0]) for each in flight.logprobs()] == [
+        (0, 1, 8),
+        (0, 2, 7),
+        (1, 4, 6),
+        (1, 5, 5),
+    ]
 
 
 def test_smp_10_logits_are_sampled_as_the_request_asks(tmp_path: Path) -> None:
