@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,8 +24,8 @@ from shared.protocol.plan import SlotFlag
 from tests import tiny
 from tests.processes import Family, eventually
 
+ROOT = Path(__file__).resolve().parents[3]
 SLOTS = 8
-EOS = 2
 SLOW_STEP_S = 0.05
 
 
@@ -197,6 +200,15 @@ def test_a_setting_that_does_not_fit_is_told_at_start(tiny_model: Path, settings
 def test_a_folder_that_is_none_is_told_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         LLM(tmp_path / "nothing", progress=False)
+
+
+def test_the_examples_of_the_documentation_run(model: Path, script: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs/offline.md").read_text(), re.DOTALL)
+    settings = f'"{model}", engine="scripted", script="{script()}", progress=False'
+    inside = first.replace('"models/Qwen3-0.6B"', settings) + textwrap.indent(second, " " * 4)
+    exec(inside, names := dict[str, Any]())
+    assert [line.split()[-2:] for line in capsys.readouterr().out.splitlines()] == [["length", "32"]] * 2
+    assert all(isinstance(each, int) for each in names["prompt"])
 
 
 ASK_TWICE = """
