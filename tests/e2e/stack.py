@@ -23,17 +23,29 @@ CLIENT_TIMEOUT_S = 60.0
 
 
 class Service:
-    """`python -m services.NAME`, with its output in a file."""
+    """`python -m services.NAME`, with its output in a file; one of several of a name has its number behind it."""
 
-    def __init__(self, name: str, folder: Path, family: Family, arguments: Sequence[str]) -> None:
-        self.name, self.log_file = name, folder / f"{name}.log"
-        self._ports_file = folder / f"{name}-ports.json"
-        common = ["--port", "0", "--admin-port", "0", "--ports-file", str(self._ports_file), "--parent-pid", str(os.getpid())]
+    def __init__(self, name: str, folder: Path, family: Family, arguments: Sequence[str], number: int = 0) -> None:
+        self.name = name
+        label = f"{name}-{number}" if number else name
+        self.log_file, self._ports_file = folder / f"{label}.log", folder / f"{label}-ports.json"
+        self._family, self._arguments = family, arguments
+        self._start({"admin": 0})
+
+    def _start(self, ports: Mapping[str, int]) -> None:
+        own = {"--port": ports.get("grpc", ports.get("http", 0)), "--admin-port": ports["admin"], "--parent-pid": os.getpid()}
+        self._ports_file.unlink(missing_ok=True)
         with self.log_file.open("a") as log:
-            command = [sys.executable, "-m", f"services.{name}", *common, *arguments]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=family.environment)
+            common = [f"{name}={value}" for name, value in own.items()]
+            command = [sys.executable, "-m", f"services.{self.name}", *common, "--ports-file", str(self._ports_file), *self._arguments]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self._family.environment)
         eventually(lambda: self._ports_file.exists() or self.ended, START_S)
-        assert not self.ended, f"the {name} ended at start with status {self.process.returncode}:\n{self.log}"
+        assert not self.ended, f"the {self.name} ended at start with status {self.process.returncode}:\n{self.log}"
+
+    def start_again(self) -> None:
+        """On the same ports, after it has ended; returns when it listens."""
+        assert self.ended
+        self._start(self.ports)
 
     @property
     def pid(self) -> int:
@@ -64,18 +76,27 @@ class Service:
     def terminate(self) -> None:
         self.process.terminate()
 
-    def metrics(self) -> dict[str, float]:
-        """All samples of its admin port, summed over their labels."""
+    @property
+    def ready(self) -> bool:
+        """What its admin port says."""
+        return httpx.get(f"http://127.0.0.1:{self.ports['admin']}/readyz", timeout=1.0).is_success
+
+    def metrics(self, **labels: str) -> dict[str, float]:
+        """All samples of its admin port that have these labels, summed over the others."""
         text = httpx.get(f"http://127.0.0.1:{self.ports['admin']}/metrics").raise_for_status().text
         totals: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+                if labels.items() <= sample.labels.items():
+                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
         return totals
 
 
 class Stack:
-    """A context: inside it the services run and are ready. `script` is what the scripted engine plays."""
+    """A context: inside it the services run and are ready. `script` is what the scripted engine plays.
+
+    Of several workers, each is a process with a group of its own, group-0, group-1 ...; of several schedulers, the first leads at first.
+    """
 
     def __init__(
         self,
@@ -84,7 +105,9 @@ class Stack:
         model: Path,
         served_model_names: Sequence[str] = (),
         tensor_parallel_size: int = 1,
-        engine: Literal["torch", "scripted"] = "torch",
+        workers: int = 1,
+        schedulers: int = 1,
+        engine: Literal["torch", "scripted", "simulated"] = "torch",
         script: Mapping[str, object] | None = None,
         worker_args: Sequence[str] = (),
         scheduler_args: Sequence[str] = (),
@@ -98,16 +121,27 @@ class Stack:
             (folder / "script.json").write_text(json.dumps(script))
             self._worker_args += ["--script", str(folder / "script.json")]
         self._worker_args += worker_args
-        self._scheduler_args, self._gateway_args = scheduler_args, gateway_args
+        self._scheduler_args, self._gateway_args = list(scheduler_args), gateway_args
+        if schedulers > 1:
+            lease = ["--leadership", f"file:{folder / 'lease'}", "--lease-duration-s", "1", "--lease-renewal-s", "0.2"]
+            self._scheduler_args = [*lease, *scheduler_args]
+        self._num_workers, self._num_schedulers = workers, schedulers
+        self.workers: list[Service] = []
+        self.schedulers: list[Service] = []
         self._services: list[Service] = []
         self._clients = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         try:
-            self.worker = self._start("worker", *self._worker_args)
-            self.scheduler = self._start("scheduler", "--worker", self.worker.address, *self._scheduler_args)
+            for number in range(self._num_workers):
+                group = ["--group", f"group-{number}"] if self._num_workers > 1 else []
+                self.workers.append(self._start("worker", *group, *self._worker_args, number=number))
+            for number in range(self._num_schedulers):
+                targets = [f"--worker={worker.address}" for worker in self.workers]
+                self.schedulers.append(self._start("scheduler", *targets, *self._scheduler_args, number=number))
             names = [f"--served-model-name={name}" for name in self.names]
-            self.gateway = self._start("gateway", "--scheduler", self.scheduler.address, *names, *self._gateway_args)
+            targets = [f"--scheduler={scheduler.address}" for scheduler in self.schedulers]
+            self.gateway = self._start("gateway", *targets, *names, *self._gateway_args)
             eventually(lambda: self.client.get("/health").is_success or any(service.ended for service in self._services), START_S)
             assert not any(service.ended for service in self._services), "a service ended before all were ready: see the logs"
         except BaseException:
@@ -129,8 +163,8 @@ class Stack:
                 service.process.wait(STOP_S)
                 print(f"---- {service.name}, status {service.process.returncode}\n{service.log}")
 
-    def _start(self, name: str, *arguments: str) -> Service:
-        self._services.append(Service(name, self.folder, self._family, arguments))
+    def _start(self, name: str, *arguments: str, number: int = 0) -> Service:
+        self._services.append(Service(name, self.folder, self._family, arguments, number))
         return self._services[-1]
 
     # Addresses and processes
@@ -138,6 +172,28 @@ class Stack:
     @property
     def url(self) -> str:
         return f"http://{self.gateway.address}"
+
+    @property
+    def worker(self) -> Service:
+        return self.workers[0]
+
+    @property
+    def scheduler(self) -> Service:
+        return self.schedulers[0]
+
+    @property
+    def leader(self) -> Service:
+        """The scheduler that leads, and has a group."""
+        (leader,) = [scheduler for scheduler in self.schedulers if not scheduler.ended and scheduler.ready]
+        return leader
+
+    def running(self) -> list[int]:
+        """How many requests each worker's group computes."""
+        counts = (self.leader.metrics(engine=f"group-{number}") for number in range(self._num_workers))
+        return [int(metrics.get("lockstep_num_requests_running", 0)) for metrics in counts]
+
+    def groups_ready(self) -> int:
+        return int(self.leader.metrics().get("lockstep_scheduler_group_ready", 0))
 
     @property
     def scheduler_address(self) -> str:
