@@ -44,7 +44,7 @@ MAX_STOP_IDS = 16  # of one slot
 MAX_BIASES = 300  # of one slot
 MAX_BIAS = 100.0  # either way; so much makes an id certain, or forbids it
 MAX_PENALTY = 2.0  # presence and frequency, either way
-MAX_REPETITION = 100.0
+MAX_REPETITION = 64.0  # and at least its inverse, which is exact in float32
 NO_STOP_ID = -1
 SCRATCH_PAGE = 0  # where done rows write; never granted
 

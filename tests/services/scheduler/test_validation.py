@@ -1,12 +1,13 @@
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.scheduler.model import Model
 from services.scheduler.requests import Key, Sampling
 from services.scheduler.validation import MAX_TEXT, Refused, to_request
 from shared.protocol import generation_pb2 as pb
-from shared.protocol.plan import MAX_STOP_IDS, ids_to_bytes
+from shared.protocol.plan import MAX_BIASES, MAX_REPETITION, MAX_STOP_IDS, ids_to_bytes
 
 MODEL = Model("abc", vocab_size=100, max_length=50, eos_ids=frozenset({0}), files=())
 
@@ -50,9 +51,59 @@ def test_a_resumed_request_has_what_was_delivered() -> None:
     assert (list(request.output), request.sent, request.prefill_ids.tolist()) == ([4, 5], 2, [1, 2, 3, 4, 5])
 
 
+def floats(*values: float) -> bytes:
+    return np.array(values, dtype="<f4").tobytes()
+
+
+def test_penalties_and_biases_are_taken_and_absent_ones_are_off() -> None:
+    how = to_request(submit(), 9, MODEL, 0.0).sampling
+    assert (how.penalises, how.biases) == (False, ())
+    fields = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalty": 1 / MAX_REPETITION}
+    how = to_request(submit(**sampling(**fields, bias_ids=ids_to_bytes([99, 3]), bias_values=floats(-100, 0.5))), 9, MODEL, 0.0).sampling
+    assert {name: getattr(how, name) for name in fields} == fields
+    assert (how.penalises, how.biases) == (True, ((99, -100.0), (3, 0.5)))
+    assert not to_request(submit(**sampling(presence_penalty=0.0, repetition_penalty=1.0)), 9, MODEL, 0.0).sampling.penalises
+
+
+def test_lpb_03_no_alternatives_is_not_no_log_probabilities() -> None:
+    assert to_request(submit(), 9, MODEL, 0.0).scores is None
+    scores = to_request(submit(logprobs=0), 9, MODEL, 0.0).scores
+    assert scores is not None
+    assert (scores.top, scores.prompt_top, scores.needs_prompt) == (0, None, False)
+    request = to_request(submit(prompt_logprobs=0), 9, MODEL, 0.0)
+    assert request.scores is not None
+    assert (request.scores.top, request.scores.prompt_top, request.needs_scores) == (None, 0, True)
+
+
+def test_smp_01_no_tokens_is_a_value_where_the_prompt_is_scored() -> None:
+    assert to_request(submit(max_tokens=0, prompt_logprobs=2), 9, MODEL, 0.0).max_tokens == 0
+    assert not to_request(submit(max_tokens=0, prompt_logprobs=2, prompt_ids=ids_to_bytes([1])), 9, MODEL, 0.0).needs_scores
+    with pytest.raises(Refused):
+        to_request(submit(max_tokens=0, logprobs=2), 9, MODEL, 0.0)
+
+
+def test_who_has_tokens_has_the_scores_of_the_prompt() -> None:
+    assert not to_request(submit(prompt_logprobs=2, delivered_ids=ids_to_bytes([4])), 9, MODEL, 0.0).needs_scores
+    assert to_request(submit(prompt_logprobs=2, attempt=3), 9, MODEL, 0.0).needs_scores
+
+
 @pytest.mark.parametrize(
     "fields",
     [
+        {"logprobs": 21},
+        {"prompt_logprobs": 21},
+        sampling(presence_penalty=2.1),
+        sampling(frequency_penalty=-2.1),
+        sampling(frequency_penalty=float("nan")),
+        sampling(repetition_penalty=0.0),
+        sampling(repetition_penalty=float("inf")),
+        sampling(bias_ids=ids_to_bytes([100]), bias_values=floats(1)),
+        sampling(bias_ids=ids_to_bytes([-1]), bias_values=floats(1)),
+        sampling(bias_ids=ids_to_bytes([1, 1]), bias_values=floats(1, 2)),
+        sampling(bias_ids=ids_to_bytes([1, 2]), bias_values=floats(1)),
+        sampling(bias_ids=ids_to_bytes([1]), bias_values=floats(101)),
+        sampling(bias_ids=ids_to_bytes([1]), bias_values=floats(float("nan"))),
+        sampling(bias_ids=ids_to_bytes([1] * (MAX_BIASES + 1)), bias_values=floats(*[1] * (MAX_BIASES + 1))),
         {"prompt_ids": b""},
         {"prompt_ids": b"12345"},
         {"prompt_ids": ids_to_bytes([100])},
