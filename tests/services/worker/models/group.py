@@ -15,7 +15,9 @@ import torch
 from benchmarks.driver import admission, int32s, spec
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.engine import TorchEngine
+from services.worker.engine.logprobs import ids_of, records_of
 from shared.errors import ConfigError
+from shared.protocol.logprobs import NO_LOGPROBS, Logprobs
 from shared.protocol.plan import Plan, decode, encode
 
 DEADLINE_S = 100.0
@@ -40,6 +42,7 @@ class Job:
 class Outcome:
     tokens: npt.NDArray[np.int32]  # [prompts, count]
     logits: npt.NDArray[np.float32]  # [prompts, count, V]
+    logprobs: Logprobs = field(default_factory=NO_LOGPROBS.copy)  # step after step, where the sampling asks for them
 
 
 class Runner:
@@ -64,10 +67,11 @@ class Runner:
         engine.reset()
         tokens: list[list[int]] = [[] for _ in rows]
         logits: list[list[npt.NDArray[np.float32]]] = [[] for _ in rows]
+        logprobs: list[Logprobs] = []
         length = engine.facts.max_length
         pages = -(-length // job.page_size)  # of each slot, its own ones, none beside another
         changes: dict[str, Any] = {
-            "admissions": np.concatenate([admission(row, length, flags=1, seed_low=row, **job.sampling) for row in rows]),
+            "admissions": np.concatenate([admission(row, length, **{"flags": 1, "seed_low": row, **job.sampling}) for row in rows]),
             "grant_slots": np.repeat(int32s(*rows), pages),
             "grant_indexes": np.tile(np.arange(pages, dtype=np.int32), len(rows)),
             "grant_pages": np.concatenate([1 + row + SLOTS * np.arange(pages, dtype=np.int32) for row in rows]),
@@ -79,7 +83,9 @@ class Runner:
             for _ in range(iterations):
                 batch, values = step.forward()
                 copy = values.cpu().numpy().copy()
-                for row, last, token, own in zip(rows, lasts, step.choose(batch, values).tolist(), copy, strict=True):
+                result = step.choose(batch, values).cpu().numpy()
+                logprobs.append(records_of(result, np.array(lasts)))
+                for row, last, token, own in zip(rows, lasts, ids_of(result).tolist(), copy, strict=True):
                     if last:
                         tokens[row].append(token)
                         logits[row].append(own)
@@ -101,7 +107,7 @@ class Runner:
         if job.count > 1:
             plan = Plan(10_000, decode_slots=int32s(*rows), decode_flags=int32s(*[1] * len(rows)), iterations=job.count - 1)
             execute(plan, job.count - 1, list(rows), [True] * len(rows))
-        return Outcome(np.array(tokens, dtype=np.int32), np.array(logits, dtype=np.float32))
+        return Outcome(np.array(tokens, dtype=np.int32), np.array(logits, dtype=np.float32), np.concatenate(logprobs))
 
 
 def _serve(rank: int, size: int, rendezvous: str, link: Connection, device: str) -> None:
@@ -110,7 +116,7 @@ def _serve(rank: int, size: int, rendezvous: str, link: Connection, device: str)
     while (job := link.recv()) is not None:
         try:
             outcome = runner.run(job)
-            link.send(outcome if rank == 0 else Outcome(outcome.tokens, outcome.logits[:0]))
+            link.send(outcome if rank == 0 else Outcome(outcome.tokens, outcome.logits[:0], outcome.logprobs))
         except ConfigError as error:
             link.send(error)
     os._exit(0)  # gloo's threads may hold the interpreter back

@@ -1,6 +1,7 @@
 """What tensor parallelism must not change, and what it refuses."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from shared.errors import ConfigError
+from shared.protocol.plan import SlotFlag
 from tests.services.worker.models.checkpoints import llama, make, qwen3, qwen3_moe
 from tests.services.worker.models.group import Group, Job, Local
 from tests.services.worker.models.reference import NEAR_TIE, TOLERANCE, logits
@@ -37,6 +39,21 @@ def test_tp_01_more_ranks_equal_one(checkpoint: Checkpoint, group: Groups, ranks
         if (alone.tokens == together.tokens).all():
             np.testing.assert_allclose(together.logits, alone.logits, rtol=0, atol=TOLERANCE)
     assert start == len(asked)
+
+
+@pytest.mark.parametrize("gather", ["full", "candidates"])
+def test_penalties_and_log_probabilities_are_the_same_on_every_rank(checkpoint: Checkpoint, group: Groups, gather: str) -> None:
+    flags = SlotFlag.IGNORE_EOS | SlotFlag.PENALTIES | SlotFlag.LOGPROBS
+    sampling = {"flags": flags, "presence": 1.5, "frequency": 0.5, "repetition": 1.4, "prompt_length": 20, "temperature": 0.8, "top_k": 40}
+    job = Job(checkpoint("qwen2"), prompts(4), 8, sampling=sampling)
+    (alone,), together = group(1).run(job), group(2).run(replace(job, spec={"sampling_gather": gather}))
+    for rank in together:
+        np.testing.assert_array_equal(rank.tokens, alone.tokens)
+        for name in ("row", "position", "top_ids"):
+            np.testing.assert_array_equal(rank.logprobs[name], alone.logprobs[name])
+        for name in ("logprob", "top_logprobs"):
+            np.testing.assert_allclose(rank.logprobs[name], alone.logprobs[name], rtol=0, atol=TOLERANCE)
+    assert len(alone.logprobs) == alone.tokens.size
 
 
 @pytest.fixture
