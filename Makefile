@@ -90,7 +90,7 @@ test-gpu: .venv/stamp ## Run the tests that need GPUs
 	@$(BIN)/python -m pytest tests/gpu
 
 test-cluster: .venv/stamp ## Run the tests that need a KUBECONFIG
-	@$(BIN)/python -m pytest tests/cluster
+	@$(BIN)/python -m pytest -rs tests/cluster
 
 lint: lint-style lint-types lint-imports lint-contracts lint-stubs ## Check style, types, import rules, contracts and stubs
 

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import grpc
 
 from shared.errors import LockstepError, PeerLost, ProtocolError
+from shared.tls import channel_credentials, server_credentials
 
 PROTOCOL_VERSION = "1.0"
 
@@ -141,16 +143,21 @@ async def received(stream: AsyncIterator[M], peer: str, silence_s: float = SILEN
 
 
 @contextlib.asynccontextmanager
-async def channel(target: str) -> AsyncIterator[grpc.aio.Channel]:
-    """An insecure channel of our options to `host:port`."""
-    async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as opened:
+async def channel(target: str, tls: Path | None = None) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel of our options to `host:port`, with the certificates of a folder (see `shared.tls`) or in the clear."""
+    if tls is None:
+        opening = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    else:
+        opening = grpc.aio.secure_channel(target, channel_credentials(tls), options=CHANNEL_OPTIONS)
+    async with opening as opened:
         yield opened
 
 
-async def start_server(server: grpc.aio.Server, host: str, port: int) -> int:
+async def start_server(server: grpc.aio.Server, host: str, port: int, tls: Path | None = None) -> int:
     """Binds and starts; port 0 lets the kernel pick. Returns the port. Raises LockstepError when it is taken."""
+    address = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, server_credentials(tls))
     except RuntimeError as error:
         raise LockstepError(f"port: cannot listen on {host}:{port}: {error}") from error
     if not bound:

@@ -39,6 +39,9 @@ class Settings(BaseSettings):
     admin_port: AdminPort = 0  # each service has its own default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
+    tls_folder: Path | None = Field(
+        None, description="Folder with tls.crt, tls.key and ca.crt: gRPC then takes mutual TLS; else in the clear."
+    )
     ports_file: Path | None = Field(None, description="Write the ports that were bound to this file, as JSON.")
     parent_pid: int | None = Field(None, ge=1, description="Stop when this process, the parent, is gone.")
 

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 from typing import Literal
 
 import grpc
@@ -52,10 +53,15 @@ class SchedulerClient:
     All on one event loop: the reader of the session never waits for a request or for the writer.
     """
 
-    def __init__(self, targets: Sequence[str], max_unread_tokens: int, wait_s: float, on_resubmit: Callable[[Cause], None]) -> None:
-        """targets: `host:port` of each scheduler, of which one leads. on_resubmit: told of every attempt after the first."""
+    def __init__(
+        self, targets: Sequence[str], max_unread_tokens: int, wait_s: float, on_resubmit: Callable[[Cause], None], tls: Path | None = None
+    ) -> None:
+        """targets: `host:port` of each scheduler, of which one leads. on_resubmit: told of every attempt after the first.
+
+        tls: see `shared.tls`.
+        """
         self.model: Model | None = None  # of the last session
-        self._targets = targets
+        self._targets, self._tls = targets, tls
         self._max_unread_tokens, self._wait_s = max_unread_tokens, wait_s
         self._on_resubmit = on_resubmit
         self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -87,7 +93,7 @@ class SchedulerClient:
         self._last_request += 1
         submit.request, submit.attempt = self._last_request, 1
         generation = Generation(submit, wake, self._max_unread_tokens, self._on_close, lambda broken: self._submit(broken, "broken"))
-        if not submit.max_tokens:  # nothing to ask for
+        if not submit.max_tokens and not submit.HasField("prompt_logprobs"):  # nothing to ask for
             generation.finish_at_once()
             return generation
         self._generations[generation.request] = generation
@@ -111,7 +117,8 @@ class SchedulerClient:
                 try:
                     async with AsyncExitStack() as channels:
                         stubs = {
-                            target: GenerationStub(await channels.enter_async_context(rpc.channel(target))) for target in self._targets
+                            target: GenerationStub(await channels.enter_async_context(rpc.channel(target, self._tls)))
+                            for target in self._targets
                         }
                         target, description = await self._find_leader(stubs)
                         await self._serve(target, stubs[target], description)

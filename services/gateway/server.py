@@ -59,7 +59,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event, limits: Limits |
     registry = new_registry("gateway")
     schedulers = ",".join(settings.scheduler)
     metrics = GatewayMetrics(settings.served_model_name[0], schedulers, registry)
-    scheduler = SchedulerClient(settings.scheduler, settings.max_unread_tokens, settings.scheduler_wait_s, metrics.resubmitted)
+    scheduler = SchedulerClient(
+        settings.scheduler, settings.max_unread_tokens, settings.scheduler_wait_s, metrics.resubmitted, settings.tls_folder
+    )
     metrics.watch(lambda: scheduler.is_up)
 
     def readiness() -> str | None:

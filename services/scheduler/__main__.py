@@ -97,6 +97,7 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             settings.policy,
             settings.prefix_cache,
             changed.set,
+            settings.tls_folder,
         )
         for target in settings.worker
     ]
@@ -106,7 +107,7 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
     }
     async with admin(settings, registry, readiness, pages=pages) as admin_port:
         try:
-            port = await start_server(server, settings.host, settings.port)
+            port = await start_server(server, settings.host, settings.port, settings.tls_folder)
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
             logger.info("listening on %s:%d", settings.host, port)
@@ -139,7 +140,9 @@ async def _together(works: Sequence[Coroutine[object, object, None]]) -> None:
 
 def _lease(settings: SchedulerSettings) -> Lease:
     kind, _, folder = settings.leadership.partition(":")
-    return FileLease(Path(folder), settings.lease_duration_s, settings.lease_renewal_s) if kind == "file" else NoLease()
+    return (
+        FileLease(Path(folder), settings.lease_duration_s, settings.lease_renewal_s, settings.tls_folder) if kind == "file" else NoLease()
+    )
 
 
 def _reachable(host: str, port: int) -> str:

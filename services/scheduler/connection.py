@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 
@@ -50,9 +51,10 @@ class Worker:
         policy: PolicyName,
         prefix_cache: bool,
         on_change: Callable[[], None],
+        tls: Path | None = None,
     ) -> None:
-        """on_change: called when a group has come or gone."""
-        self._target = target
+        """on_change: called when a group has come or gone. tls: see `shared.tls`."""
+        self._target, self._tls = target, tls
         self._scheduler, self._leadership, self._metrics = scheduler, leadership, metrics
         self._max_step_tokens = max_step_tokens
         self._overlap, self._bursts, self._jump = overlap, bursts, jump
@@ -66,16 +68,21 @@ class Worker:
         """Until cancelled."""
         delay_s = FIRST_DELAY_S
         try:
-            async with channel(self._target) as opened:
-                stub = ExecutionStub(opened)
-                while True:
-                    if await self._open_streams(stub):
-                        opened_at = time.monotonic()
-                        await asyncio.wait(self._streams.values(), return_when=asyncio.FIRST_COMPLETED)
-                        if time.monotonic() - opened_at > STABLE_S:
-                            delay_s = FIRST_DELAY_S
-                    await asyncio.sleep(delay_s)
-                    delay_s = min(delay_s * 1.5, LAST_DELAY_S)
+            while True:
+                async with channel(self._target, self._tls) as opened:
+                    stub = ExecutionStub(opened)
+                    all_open = await self._open_streams(stub)
+                    while self._streams:  # of a worker that is gone the next connection is a new one, with certificates read anew
+                        if all_open:
+                            opened_at = time.monotonic()
+                            await asyncio.wait(self._streams.values(), return_when=asyncio.FIRST_COMPLETED)
+                            if time.monotonic() - opened_at > STABLE_S:
+                                delay_s = FIRST_DELAY_S
+                        await asyncio.sleep(delay_s)
+                        delay_s = min(delay_s * 1.5, LAST_DELAY_S)
+                        all_open = await self._open_streams(stub)
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 1.5, LAST_DELAY_S)
         finally:
             for task in self._streams.values():
                 task.cancel()

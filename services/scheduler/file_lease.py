@@ -37,9 +37,9 @@ class _Holder:
 class FileLease:
     """`duration_s`: a holder that has not renewed for so long is asked whether it lives; it renews every `renewal_s`."""
 
-    def __init__(self, folder: Path, duration_s: float, renewal_s: float) -> None:
+    def __init__(self, folder: Path, duration_s: float, renewal_s: float, tls: Path | None = None) -> None:
         """Raises ConfigError when there cannot be such a folder."""
-        self._folder, self._duration_s, self._renewal_s = folder, duration_s, renewal_s
+        self._folder, self._duration_s, self._renewal_s, self._tls = folder, duration_s, renewal_s, tls
         self._epoch = 0
         self._address = ""
         try:
@@ -59,7 +59,7 @@ class FileLease:
             if holder is None or holder.address in ("", address):  # nobody, or one before us at our own address
                 gone = True
             else:
-                gone = time.monotonic() - since > self._duration_s and not await _answers(holder.address)
+                gone = time.monotonic() - since > self._duration_s and not await _answers(holder.address, self._tls)
             if gone and self._create(epoch := holder.epoch + 1 if holder else 1):
                 return epoch
             await asyncio.sleep(self._renewal_s / 4)
@@ -135,8 +135,8 @@ class FileLease:
         return self._folder / str(epoch)
 
 
-async def _answers(address: str) -> bool:
-    async with channel(address) as opened:
+async def _answers(address: str, tls: Path | None) -> bool:
+    async with channel(address, tls) as opened:
         try:
             await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:

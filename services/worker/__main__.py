@@ -85,7 +85,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
             add_ExecutionServicer_to_server(service, server)
             health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
             await healthy.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-            port = await start_server(server, settings.host, settings.port)
+            port = await start_server(server, settings.host, settings.port, settings.tls_folder)
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
             stopping = asyncio.create_task(until_drained(service))

@@ -1,0 +1,113 @@
+"""A release of the chart of the working tree on whatever cluster KUBECONFIG names, with the images that its nodes hold."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import eventually
+
+CHART = Path(__file__).parents[2] / "helm/lockstep"
+INSTALL_S = 600.0
+Object = dict[str, Any]
+
+
+def run(*command: str, timeout: float = 120.0, check: bool = True) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+class Release:
+    """An installed chart."""
+
+    name = "lockstep"
+
+    def __init__(self, namespace: str, images: Object) -> None:
+        self.namespace = namespace
+        self._images = images
+
+    def helm(self, *arguments: str, timeout: float = INSTALL_S + 60) -> str:
+        return run("helm", *arguments, "--namespace", self.namespace, timeout=timeout)
+
+    def kubectl(self, *arguments: str, timeout: float = 120.0, check: bool = True) -> str:
+        return run("kubectl", "--namespace", self.namespace, *arguments, timeout=timeout, check=check)
+
+    def deploy(self, **values: Any) -> None:
+        """`helm upgrade --install`; values by dotted names with `__`: `gateway__replicas=2`. Returns when all pods are ready."""
+        settings = {"image": self._images, "worker__mode": "cpu", "worker__settings__kv_cache_memory_bytes": 64 << 20, **values}
+        flags = [flag for name, value in settings.items() for flag in ("--set-json", f"{name.replace('__', '.')}={json.dumps(value)}")]
+        self.helm("upgrade", "--install", self.name, str(CHART), *flags, "--wait", "--timeout", f"{INSTALL_S:.0f}s")
+
+    def objects(self, kind: str, selector: str = "") -> list[Object]:
+        found: list[Object] = json.loads(self.kubectl("get", kind, "--selector", selector, "--output", "json"))["items"]
+        return found
+
+    def pods(self, component: str) -> list[str]:
+        """Names of the component's pods that are not about to go."""
+        found = self.objects("pods", f"app.kubernetes.io/component={component}")
+        return sorted(pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"])
+
+    @contextlib.contextmanager
+    def forwarded(self, target: str = "service/lockstep-gateway", port: int = 80) -> Iterator[httpx.Client]:
+        """A client of the gateway, through `kubectl port-forward`."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            local = free.getsockname()[1]
+        forward = subprocess.Popen(
+            ["kubectl", "--namespace", self.namespace, "port-forward", target, f"{local}:{port}"], stdout=subprocess.DEVNULL
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{local}", timeout=120.0) as client:
+
+                def answers() -> bool:
+                    with contextlib.suppress(httpx.TransportError):
+                        return client.get("/health").status_code < 500
+                    return False
+
+                eventually(answers, 60.0)
+                yield client
+        finally:
+            forward.terminate()
+            forward.wait(10)
+
+
+def images_of_the_nodes() -> Object:
+    """Values of `image` under which every node finds the images that it holds."""
+    nodes = json.loads(run("kubectl", "get", "nodes", "--output", "json"))["items"]
+    names = {name for node in nodes for image in node["status"].get("images", []) for name in image.get("names") or []}
+    tagged = [match for name in sorted(names) if (match := re.fullmatch(r"(?:(?P<registry>.+)/)?lockstep-gateway:(?P<tag>[\w.-]+)", name))]
+    if not tagged:
+        pytest.fail(f"no node holds an image lockstep-gateway: load the images into the nodes first; they hold {sorted(names)[:20]}")
+    wanted = os.environ.get("LOCKSTEP_IMAGE_TAG")
+    best = next((match for match in tagged if wanted in (None, match["tag"])), None)
+    if best is None:
+        pytest.fail(f"no node holds lockstep-gateway:{wanted}, there are {[match.group() for match in tagged]}")
+    return {"registry": best["registry"] or "", "tag": best["tag"], "pullPolicy": "Never"}
+
+
+@pytest.fixture(scope="session")
+def release() -> Iterator[Release]:
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("KUBECONFIG is not set: these tests need a cluster whose nodes hold the images")
+    for tool in ("helm", "kubectl"):
+        if shutil.which(tool) is None:
+            pytest.fail(f"{tool} is not on the PATH")
+    namespace = f"lockstep-{uuid.uuid4().hex[:8]}"
+    run("kubectl", "create", "namespace", namespace)
+    run("kubectl", "label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    try:
+        yield Release(namespace, images_of_the_nodes())
+    finally:
+        run("kubectl", "delete", "namespace", namespace, "--wait=false")
