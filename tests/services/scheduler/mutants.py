@@ -1,4 +1,4 @@
-"""For each invariant of the scheduler's books, patches that break it. `test_mutants.py` requires that the state machine notices each.
+"""For each invariant of the scheduler's books, patches that break it. `test_mutants.py` requires that a state machine notices each.
 
 A patch replaces text within one function; the text must be there once.
 """
@@ -77,8 +77,8 @@ MUTANTS = (
         "a full hit computes a token",
         "prefix_cache",
         "RadixCache.open",
-        "self.tree.take(namespace, ids[:-1])",
-        "self.tree.take(namespace, ids)",
+        "ids[:-1] if reuse",
+        "ids if reuse",
     ),
     # Pending pages are read by later plans in order only; a failed row takes its pages along.
     Mutant("a jump reads confirmed pages", "admission", "Admissions.next", "cannot = self._jump and", "cannot = False and"),
@@ -102,6 +102,8 @@ MUTANTS = (
         "for slot in self._leaving)",
     ),
     Mutant("promises end with their slot", "group", "Group._stop_rows", "self.memory.end_promise(slot)", "pass"),
+    # What is sampled depends on the request only, wherever it is computed.
+    Mutant("the seed is the request's", "steps", "admission", "sampling.seed & 0xFFFFFFFF", "slot & 0xFFFFFFFF"),
     # Everybody comes to an end.
     Mutant("somebody gives way when pages run out", "group", "Group._make_room", "if victims:", "if False:"),
     Mutant(
@@ -111,4 +113,21 @@ MUTANTS = (
         "self._admissions.on_left(slot)",
         "pass",
     ),
+    # Every stream ends, and once, whatever is sent and lost.
+    Mutant(
+        "requests of a lost group go on",
+        "scheduler",
+        "Scheduler.remove_group",
+        "self._place_anew([request for request in requests if request.end is None], now, hold=True)",
+        "pass",
+    ),
+    Mutant(
+        "a Cancel may come before its Submit",
+        "scheduler",
+        "Scheduler._submit",
+        "self._tombstones.pop(request.key, 0) >= request.attempt",
+        "self._tombstones.pop(request.key, 0) < 0",
+    ),
+    Mutant("nobody is held for ever", "scheduler", "Scheduler.tick", "request.held_until <= now", "request.held_until < 0"),
+    Mutant("a newer attempt retires the older", "scheduler", "Scheduler._submit", "self._end(older, SUPERSEDED, now)", "pass"),
 )

@@ -46,6 +46,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.submitted = 0
         self.delivered: dict[int, list[int]] = {}  # what a gateway has, by request
         self.live: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # all of them
         self.slot_epoch = 3
         self.broken: set[Request] = set()  # had a row that was made to fail
         self.preempted: dict[Request, tuple[int, int, int]] = {}  # (slot, epoch, the last plan that names it)
@@ -151,7 +152,7 @@ class GroupMachine(RuleBasedStateMachine):
                 arrived_at=self.now,
             )
             self.delivered[self.submitted] = []
-            self.live[self.submitted] = request
+            self.live[self.submitted] = self.requests[self.submitted] = request
             self.submitted += 1
             self.group.submit(request, self.now)
 
@@ -163,7 +164,19 @@ class GroupMachine(RuleBasedStateMachine):
             jump = next((plan for plan in self.plans if plan.flags & PlanFlag.JUMP), None) if jumps else None
             plan = self.plans[0] if jump is None else jump
             del self.plans[self.plans.index(plan)]
+            self.check_admissions(plan)
             self.results.append(self.device.run(plan))
+
+    def check_admissions(self, plan: Plan) -> None:
+        """Whoever starts does so with the request's own seed, whatever slot it gets, and is told apart by it here."""
+        for record in plan.admissions:
+            request = self.requests[int(record["seed_low"]) | int(record["seed_high"]) << 32]
+            assert record["max_length"] == request.max_length
+            (row,) = np.flatnonzero(plan.prefill_slots == record["slot"])
+            end = int(plan.prefill_lengths[: row + 1].sum())
+            ids = plan.prefill_ids[end - plan.prefill_lengths[row] : end]
+            start = int(plan.prefill_starts[row])
+            assert ids.tolist() == request.prefill_ids[start : start + len(ids)].tolist()
 
     @precondition(lambda self: self.results)
     @rule(count=st.integers(1, 3), delay_us=st.sampled_from([0, 300, 2_000]))

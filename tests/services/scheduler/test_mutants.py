@@ -1,6 +1,7 @@
-"""The state machine is worth its time: it fails for every patch of `mutants.py`.
+"""The state machines are worth their time: they fail for every patch of `mutants.py`; those of the module `scheduler` break the machine of
+`test_scheduler_machine.py`, all others that of `test_group_machine.py`.
 
-It is driven by plain chance here: Hypothesis spends its first examples on small ones, which break nothing.
+They are driven by plain chance here: Hypothesis spends its first examples on small ones, which break nothing.
 """
 
 import inspect
@@ -15,6 +16,7 @@ import pytest
 
 from tests.services.scheduler.mutants import MUTANTS, Mutant
 from tests.services.scheduler.test_group_machine import GroupMachine
+from tests.services.scheduler.test_scheduler_machine import PROMPT, SESSIONS, SchedulerMachine
 
 MOST_LIVES = 400  # until a patch shows
 STEPS = 50
@@ -96,17 +98,40 @@ def live(chance: Random) -> None:
     machine.teardown()
 
 
-def live_often(lives: int) -> None:
+def live_with_gateways(chance: Random) -> None:
+    machine = SchedulerMachine()
+    for _ in range(STEPS):
+        session, number, which = chance.choice(SESSIONS), chance.randint(0, 5), chance.randint(0, 1)
+        match chance.randrange(10):
+            case 0 | 1 | 2:
+                prompt = chance.choice([(1,), PROMPT, (1, 2, 3, 4)])
+                machine.submit(session, number, prompt, resume=chance.choice([0, 0, 2]), deadline=chance.random() < 0.2)
+            case 3:
+                machine.cancel(session, number, ahead=chance.randint(0, 1))
+            case 4 if len(machine.running) < 2:
+                machine.add_a_group()
+            case 5 if machine.running and chance.random() < 0.5:
+                machine.lose_a_group(which)
+            case 6:
+                machine.let_time_pass(chance.choice([0.1, 2.0]))
+            case _:
+                machine.compute(which, count=chance.randint(1, 4))
+        machine.nobody_is_forgotten()
+    machine.teardown()
+
+
+def live_often(lives: int, machine: Callable[[Random], None]) -> None:
     for seed in range(lives):
-        live(Random(seed))
+        machine(Random(seed))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_the_machine_notices_when_it_is_no_longer_true_that(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     apply(mutant, monkeypatch)
     with pytest.raises(Exception):  # noqa: B017, PT011  # a contradiction that shows anywhere
-        live_often(MOST_LIVES)
+        live_often(MOST_LIVES, live_with_gateways if mutant.module == "scheduler" else live)
 
 
-def test_it_fails_for_nothing_else() -> None:
-    live_often(40)
+@pytest.mark.parametrize("machine", [live, live_with_gateways])
+def test_they_fail_for_nothing_else(machine: Callable[[Random], None]) -> None:
+    live_often(40, machine)
