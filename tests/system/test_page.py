@@ -44,8 +44,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory, model: Path, key_file: Path)
     answer = [*tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")).encode(ANSWER, add_special_tokens=False), 2]
     script = {"step_s": STEP_S, "by_seed": {SLOW_SEED: {"ids": [40, 41, 42], "repeat": True}, 1: {"ids": answer}}}
     keys.add(key_file, "other")
-    options = {"engine": "scripted", "script": script, "gateway_args": ["--api-keys", str(key_file)]}
-    with Stack(tmp_path_factory.mktemp("stack"), model=model, served_model_names=("tiny", "org/tiny"), **options) as running:
+    with Stack(
+        tmp_path_factory.mktemp("stack"),
+        model=model,
+        served_model_names=("tiny", "org/tiny"),
+        engine="scripted",
+        script=script,
+        gateway_args=["--api-keys", str(key_file)],
+    ) as running:
         yield running
 
 
