@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import logging
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -49,6 +50,7 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each rank. Default: its share of the CPUs.")] = None,
     host: Annotated[str, typer.Option(help="Address of the gateway; worker and scheduler stay on the loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free one.")] = 8000,
+    standby: Annotated[bool, typer.Option("--standby", help="Start a second scheduler, which takes over when the first is gone.")] = False,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="debug: all logs on the terminal.")] = "info",
     engine: Annotated[Literal["torch", "scripted"], typer.Option(hidden=True)] = "torch",
     script: Annotated[Path | None, typer.Option(hidden=True, exists=True, dir_okay=False)] = None,
@@ -65,6 +67,7 @@ def serve(
         port=port,
         log_level=log_level,
         worker=tuple(worker),
+        standby=standby,
     )
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     logging.basicConfig(level="INFO", handlers=[_TerminalHandler(console)])
@@ -79,6 +82,12 @@ def serve(
         logger.error("%s", error)
         return error.status if isinstance(error, ChildEnded) else 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def plan(arguments: typer.Context) -> int:
+    """Does a model fit, on how many GPUs, and how many requests then? `lockstep plan CONFIG --gpu h200`."""
+    return subprocess.run([sys.executable, "-m", "services.worker.plan", *arguments.args], check=False).returncode
 
 
 class _TerminalHandler(logging.Handler):
