@@ -1,6 +1,6 @@
 """What runs Lockstep on one machine. `from services.local import LLM` is the offline API."""
 
 from services.local.llm import LLM, Completion, InvalidPrompt, Sampling
-from services.local.session import RequestFailed
+from services.local.session import Logprobs, RequestFailed
 
-__all__ = ["LLM", "Completion", "InvalidPrompt", "RequestFailed", "Sampling"]
+__all__ = ["LLM", "Completion", "InvalidPrompt", "Logprobs", "RequestFailed", "Sampling"]

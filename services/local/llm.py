@@ -9,8 +9,8 @@ import secrets
 import tempfile
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from services.local.backend import LOOPBACK, POLL_EVERY_S, Backend
 from services.local.background import BackgroundLoop
 from services.local.progress import StartupProgress
-from services.local.session import Answer, OnProgress, Session
+from services.local.session import Answer, Logprobs, OnProgress, Session
 from shared.errors import ConfigError, LockstepError, PeerLost
 from shared.protocol import files
 from shared.protocol import generation_pb2 as pb
@@ -63,6 +63,12 @@ class Sampling:
     min_tokens: int = 0  # no end of sequence before
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()  # end the completion like an end of sequence
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by id
+    logprobs: int | None = None  # of the completion's tokens, and so many of the likeliest ids at each place; None: none
+    prompt_logprobs: int | None = None  # the same of the prompt; with it max_tokens may be 0
     cache_salt: str | None = None  # prefixes are shared among prompts of the same salt only
 
 
@@ -75,6 +81,8 @@ class Completion:
     text: str | None  # None where the prompt was given as ids
     finish_reason: Literal["stop", "length"]
     cached_tokens: int  # of the prompt, that were not computed anew
+    logprobs: Logprobs | None  # where the sampling asks for them
+    prompt_logprobs: Logprobs | None  # of all tokens of the prompt but the first
 
 
 class LLM:
@@ -161,7 +169,7 @@ class LLM:
         submits = [_submit(each, its) for each, its in zip(ids, wanted, strict=True)]
         with self._turn, self._bar(len(prompts)) as on_progress:
             answers = self._service.run(self._service.session.complete(submits, on_progress))
-        return [self._completion(*each) for each in zip(prompts, ids, answers, strict=True)]
+        return [self._completion(*each) for each in zip(prompts, ids, wanted, answers, strict=True)]
 
     def _checked(self, index: int, prompt: Prompt, max_tokens: int) -> Int32s:
         """The prompt's ids. Raises InvalidPrompt."""
@@ -176,11 +184,18 @@ class LLM:
             raise InvalidPrompt(f"prompt {index}: {len(ids)} tokens and {max_tokens} more exceed the {self.max_length} that fit")
         return ids.astype(np.int32)
 
-    def _completion(self, prompt: Prompt, prompt_ids: Int32s, answer: Answer) -> Completion:
+    def _completion(self, prompt: Prompt, prompt_ids: Int32s, sampling: Sampling, answer: Answer) -> Completion:
         assert answer.finish_reason is not None, "the session returns only answers that have ended"
         ids = np.array(answer.ids, dtype=np.int32)
-        text = str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)) if isinstance(prompt, str) else None
-        return Completion(prompt_ids, ids, text, answer.finish_reason, answer.cached_tokens)
+        return Completion(
+            prompt_ids=prompt_ids,
+            ids=ids,
+            text=str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)) if isinstance(prompt, str) else None,
+            finish_reason=answer.finish_reason,
+            cached_tokens=answer.cached_tokens,
+            logprobs=_joined(answer.logprobs, sampling.logprobs),
+            prompt_logprobs=_joined(answer.prompt_logprobs, sampling.prompt_logprobs),
+        )
 
     @contextlib.contextmanager
     def _bar(self, prompts: int) -> Iterator[OnProgress]:
@@ -253,7 +268,6 @@ async def _described(stub: GenerationStub) -> pb.GenerationDescribeResponse:
 
 
 def _submit(prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
-    seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
     return pb.Submit(
         prompt_ids=ids_to_bytes(prompt_ids),
         max_tokens=sampling.max_tokens,
@@ -261,8 +275,30 @@ def _submit(prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=ids_to_bytes(np.array(sampling.stop_token_ids, dtype=np.int32)),
         cache_salt=sampling.cache_salt,
-        sampling=pb.Sampling(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p, seed=seed),
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            bias_ids=ids_to_bytes(np.array(list(sampling.logit_bias), dtype=np.int32)),
+            bias_values=np.array(list(sampling.logit_bias.values()), dtype="<f4").tobytes(),
+        ),
     )
+
+
+def _joined(runs: list[Logprobs], top: int | None) -> Logprobs | None:
+    """Of all runs of one answer, which may be none."""
+    if top is None:
+        return None
+    if not runs:
+        return Logprobs(np.empty(0, np.float32), np.empty((0, top), np.int32), np.empty((0, top), np.float32))
+    return Logprobs(*(np.concatenate([getattr(run, name) for run in runs]) for name in ("values", "top_ids", "top_values")))
 
 
 def _shown(prompt: object) -> str:

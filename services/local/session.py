@@ -9,12 +9,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.errors import LockstepError, PeerLost, ProtocolError
 from shared.protocol.generation_pb2 import (
     Cancel,
     Finished,
     FinishReason,
     GenerationSessionRequest,
+    GenerationSessionResponse,
     Rejected,
     SessionHeartbeat,
     SessionHello,
@@ -22,8 +26,9 @@ from shared.protocol.generation_pb2 import (
     TokenBatch,
     Tokens,
 )
+from shared.protocol.generation_pb2 import Logprobs as LogprobsMessage
 from shared.protocol.generation_pb2_grpc import GenerationStub
-from shared.protocol.plan import ids_from_bytes
+from shared.protocol.plan import Int32s, ids_from_bytes
 from shared.rpc import PROTOCOL_VERSION, Outbox, check_version, received
 
 OnProgress = Callable[[int, int], None]  # (requests that have ended, tokens that have come)
@@ -38,12 +43,23 @@ class RequestFailed(LockstepError):
     """The scheduler refused a request or could not finish it; those beside it were cancelled."""
 
 
+@dataclass(frozen=True)
+class Logprobs:
+    """Of n tokens and of the k likeliest ids at each place: the model's own, before temperature, penalties and filters."""
+
+    values: NDArray[np.float32]  # [n]
+    top_ids: Int32s  # [n, k], the likeliest first; NO_TOP_ID past the last id of a small vocabulary
+    top_values: NDArray[np.float32]  # [n, k]
+
+
 @dataclass(eq=False)
 class Answer:
     """What has come for one request."""
 
     index: int  # of the request among those that were asked together
     ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: list[Logprobs] = field(default_factory=list)  # of the ids, run by run, where they were asked for
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None  # None: it has not ended
     cached_tokens: int = 0  # of the prompt, that were not computed anew
 
@@ -125,12 +141,11 @@ class Session:
         except LockstepError as error:
             self._fail(error)
 
-    async def _welcomed(self, messages: AsyncIterator[object]) -> None:
+    async def _welcomed(self, messages: AsyncIterator[GenerationSessionResponse]) -> None:
         first = await anext(messages, None)
-        welcome = getattr(first, "welcome", None)
-        if first is None or welcome is None:
+        if first is None or first.WhichOneof("message") != "welcome":
             raise ProtocolError("the scheduler does not begin its session with a welcome")
-        check_version(welcome.protocol_version, "the scheduler")
+        check_version(first.welcome.protocol_version, "the scheduler")
 
     def _on_batch(self, batch: TokenBatch) -> None:
         for tokens in batch.tokens:
@@ -151,6 +166,10 @@ class Session:
         ids = ids_from_bytes(tokens.ids)
         answer.ids.frombytes(ids.tobytes())
         self._tokens += len(ids)
+        if tokens.HasField("logprobs"):
+            answer.logprobs.append(_logprobs(tokens.logprobs))
+        if tokens.HasField("prompt_logprobs"):
+            answer.prompt_logprobs.append(_logprobs(tokens.prompt_logprobs))
 
     def _on_finished(self, answer: Answer, finished: Finished) -> None:
         del self._open[finished.request]
@@ -165,3 +184,15 @@ class Session:
     def _on_rejected(self, answer: Answer, rejected: Rejected) -> None:
         del self._open[rejected.request]
         self._fail(RequestFailed(f"prompt {answer.index}: {rejected.detail}"))
+
+
+def _logprobs(message: LogprobsMessage) -> Logprobs:
+    """Raises ProtocolError for lengths that do not fit together."""
+    values, top = np.frombuffer(message.values, dtype="<f4"), np.frombuffer(message.top_values, dtype="<f4")
+    ids = np.frombuffer(message.top_ids, dtype="<i4")
+    if not len(ids) == len(top) == len(values) * message.top:
+        raise ProtocolError(
+            f"log-probabilities of {len(values)} tokens with {message.top} ids each: {len(ids)} ids, {len(top)} values came"
+        )
+    shape = (len(values), message.top)
+    return Logprobs(values, ids.reshape(shape), top.reshape(shape))

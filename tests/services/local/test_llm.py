@@ -10,9 +10,11 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -90,6 +92,25 @@ def test_each_prompt_has_its_own_sampling(llm: LLM) -> None:
     same, again, other, short = llm.generate([[5, 6]] * 4, [one, one, Sampling(20, seed=8, ignore_eos=True), Sampling(1, temperature=0)])
     assert same.ids.tolist() == again.ids.tolist() != other.ids.tolist()
     assert len(short.ids) == 1
+
+
+def test_logprobs_of_the_prompt_are_those_of_the_completion(llm: LLM) -> None:
+    (said,) = llm.generate([[5, 6, 7]], Sampling(8, temperature=0, ignore_eos=True, logprobs=3))
+    assert said.logprobs is not None
+    assert said.prompt_logprobs is None
+    assert said.logprobs.top_ids.shape == said.logprobs.top_values.shape == (8, 3)
+    assert said.logprobs.top_ids[:, 0].tolist() == said.ids.tolist()
+    (scored,) = llm.generate([[5, 6, 7, *said.ids]], Sampling(0, prompt_logprobs=0))
+    assert scored.prompt_logprobs is not None
+    assert len(scored.prompt_logprobs.values) == 10
+    np.testing.assert_allclose(scored.prompt_logprobs.values[2:], said.logprobs.values, atol=1e-4)
+
+
+def test_penalties_and_biases_change_what_is_said(llm: LLM) -> None:
+    greedy = Sampling(12, temperature=0, ignore_eos=True)
+    once, biased = llm.generate([[5, 6]] * 2, [replace(greedy, repetition_penalty=2.0), replace(greedy, logit_bias={9: 100.0})])
+    assert len({5, 6, *once.ids.tolist()}) == 14  # nothing twice
+    assert biased.ids.tolist() == [9] * 12
 
 
 def test_far_more_prompts_than_slots_are_all_answered_in_order(llm: LLM) -> None:
