@@ -2,25 +2,45 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from services.gateway.errors import TimedOut
+from services.gateway.errors import GenerationFailed, TimedOut
 from services.gateway.generation import Generation
+from services.gateway.scores import Score
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.stops import StopMatcher
+from shared.protocol.plan import ids_from_bytes
 
 FinishReason = Literal["stop", "length"]
 
 
+class ScoredToken(NamedTuple):
+    """A token beside its log-probability, where the request asks for those."""
+
+    id: int
+    text: str  # what it adds to the text: nothing, while a character is incomplete
+    score: Score | None  # None of a prompt's first token, which nothing goes before
+
+
 @dataclass(frozen=True)
 class Delta:
-    """New text of one choice; at its end with the reason."""
+    """New text of one choice, with the tokens that begin in it; at its end with the reason."""
 
     index: int
     text: str
     finish_reason: FinishReason | None
+    tokens: Sequence[ScoredToken] = ()
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that its answer repeats."""
+
+    text: str
+    pieces: Sequence[str]  # of each token
 
 
 @dataclass(frozen=True)
@@ -34,7 +54,13 @@ class Choice:
     """One generation as text: without the token that ended it, up to the first stop string."""
 
     def __init__(
-        self, index: int, generation: Generation, detokenizer: Detokenizer, stops: Sequence[str], terminal_ids: frozenset[int]
+        self,
+        index: int,
+        generation: Generation,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        terminal_ids: frozenset[int],
+        echo: Echo | None = None,
     ) -> None:
         """`terminal_ids` may end the generation: their text is not shown before it is known that they did not."""
         self.index = index
@@ -43,9 +69,19 @@ class Choice:
         self.completion_tokens = 0
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
-        self._one_by_one = bool(stops)  # to know which token completes a stop string
         self._terminal_ids = terminal_ids
         self._terminal: list[int] = []  # the last id, if it is a terminal one
+        self._echo = echo
+        self._has_scores = generation.submit.HasField("logprobs")
+        self._one_by_one = bool(stops) or self._has_scores  # to know which token completes a stop string, and what text is whose
+        self._tokens: deque[tuple[int, ScoredToken]] = deque()  # those not given yet, with the place in the text where each begins
+        self._told, self._shown = 0, 0  # characters of all tokens, and of the text that was given
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens of the completion, where the request asks for log-probabilities."""
+        scores = self.generation.scores[: self.completion_tokens]
+        return sum(score.logprob for score in scores) / max(len(scores), 1)
 
     def advance(self) -> Delta | None:
         """What is new, if anything. Raises the RequestError that ended the generation."""
@@ -56,7 +92,8 @@ class Choice:
         self._terminal = []
         if ids and (ending.stopped if ending else ids[-1] in self._terminal_ids):
             self._terminal = [ids.pop()]
-        text = self._show(ids)
+        text = self._repeat_prompt() if ids or ending else ""
+        text += self._show(ids)
         if ending is not None and self.finish_reason is None:
             self.completion_tokens += len(self._terminal)
             text += self._matcher.push(self._detokenizer.flush())
@@ -64,17 +101,48 @@ class Choice:
             text += self._matcher.flush()
         if self.finish_reason is not None:
             self.generation.close(self.completion_tokens)
-        return Delta(self.index, text, self.finish_reason) if text or self.finish_reason else None
+        self._shown += len(text)
+        return Delta(self.index, text, self.finish_reason, self._begun_tokens()) if text or self.finish_reason else None
+
+    def _repeat_prompt(self) -> str:
+        """At the beginning. Raises GenerationFailed when the prompt's log-probabilities have not come."""
+        if self._echo is None:
+            return ""
+        echo, self._echo = self._echo, None
+        if self.generation.submit.HasField("prompt_logprobs"):
+            ids = ids_from_bytes(self.generation.submit.prompt_ids).tolist()
+            scores = [None, *self.generation.prompt_scores]
+            if len(scores) != len(ids):
+                raise GenerationFailed(f"log-probabilities of {len(scores) - 1} tokens of a prompt of {len(ids)} came")
+            for token in map(ScoredToken, ids, echo.pieces, scores):
+                self._add_token(token)
+        self._told = len(echo.text)
+        return echo.text
 
     def _show(self, ids: list[int]) -> str:
         text = ""
         for piece in [[each] for each in ids] if self._one_by_one else [ids]:
-            text += self._matcher.push(self._detokenizer.push(piece))
+            piece_text = self._detokenizer.push(piece)
+            if self._has_scores:
+                self._add_token(ScoredToken(piece[0], piece_text, self.generation.scores[self.completion_tokens]))
+            text += self._matcher.push(piece_text)
             self.completion_tokens += len(piece)
             if self._matcher.matched:
                 self.finish_reason = "stop"
                 break
         return text
+
+    def _add_token(self, token: ScoredToken) -> None:
+        self._tokens.append((self._told, token))
+        self._told += len(token.text)
+
+    def _begun_tokens(self) -> list[ScoredToken]:
+        """Tokens whose text has begun to be given: not those of a stop string, nor those whose text is held back."""
+        rest = self.finish_reason is not None and not self._matcher.matched
+        tokens = []
+        while self._tokens and (rest or self._tokens[0][0] < self._shown):
+            tokens.append(self._tokens.popleft()[1])
+        return tokens
 
 
 class Answer:

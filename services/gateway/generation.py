@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.gateway.errors import ClientGone, GenerationFailed, InvalidRequest, Overloaded, RequestError, Unavailable
+from services.gateway.scores import Score, scores
+from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import Finished, FinishReason, Rejected, RejectReason, Submit, Tokens
 from shared.protocol.plan import PlanError, ids_from_bytes, ids_to_bytes
 
@@ -47,6 +49,8 @@ class Generation:
         self._submitted_at = time.monotonic()
         self._deadline = self._submitted_at + submit.deadline_ms / 1e3 if submit.HasField("deadline_ms") else None
         self.ids: list[int] = []  # all that were accepted
+        self.scores: list[Score] = []  # of each, where the request asks for them
+        self.prompt_scores: list[Score] = []  # of the prompt's tokens from the second on, where asked for; all before the first id
         self.arrived_at = 0.0  # when the first of the ids that nobody has taken came, on the monotonic clock
         self.ending: Ending | None = None
         self.cached_tokens = 0  # of the prompt, that were not computed anew: known with the first ids
@@ -121,7 +125,10 @@ class Generation:
         self._cached(tokens.cached_tokens)
         try:
             ids = ids_from_bytes(tokens.ids).tolist()
-        except PlanError as error:
+            new_scores = scores(tokens.logprobs, len(ids)) if self.submit.HasField("logprobs") else []
+            if tokens.HasField("prompt_logprobs"):
+                self._accept_prompt_scores(tokens)
+        except (PlanError, ProtocolError) as error:
             self._broken(str(error))
             return
         known = self.ids[tokens.first_index : tokens.first_index + len(ids)]
@@ -130,6 +137,7 @@ class Generation:
         elif ids[: len(known)] != known:
             self._broken(f"other ids from {tokens.first_index} on than before")
         else:
+            self.scores += new_scores[len(known) :]
             self._accept(ids[len(known) :])
 
     def on_finished(self, finished: Finished) -> None:
@@ -154,6 +162,13 @@ class Generation:
 
     def _cached(self, tokens: int) -> None:
         self.cached_tokens = max(self.cached_tokens, min(tokens, len(self.submit.prompt_ids) // 4))
+
+    def _accept_prompt_scores(self, tokens: Tokens) -> None:
+        """Raises ProtocolError unless they follow those that are here; another attempt brings them anew."""
+        first = tokens.first_position - 1
+        if not 0 <= first <= len(self.prompt_scores):
+            raise ProtocolError(f"log-probabilities of the prompt from {tokens.first_position} on, {len(self.prompt_scores)} are here")
+        self.prompt_scores[first:] = scores(tokens.prompt_logprobs, len(tokens.prompt_logprobs.values) // 4)
 
     def _accept(self, ids: list[int]) -> None:
         if self._taken == len(self.ids):

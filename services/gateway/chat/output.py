@@ -29,7 +29,7 @@ class Dialect:
     def parser(self, *, prompt: str, tools: bool, parallel: bool = True) -> "OutputParser":
         """For an answer to the rendered prompt; `tools`: whether it may call some; `parallel`: more than one."""
         form = FORMATS[self.tools] if tools and self.tools else None
-        return OutputParser(form, self.thinks, is_thinking=self.thinks and prompt.rstrip().endswith(THINK), parallel=parallel)
+        return OutputParser(form, self.thinks, is_thinking=self.thinks and prompt[-100:].rstrip().endswith(THINK), parallel=parallel)
 
     def shown(self, *, tools: bool) -> frozenset[str]:
         """Control tokens that the parser needs to see."""

@@ -4,38 +4,76 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from services.gateway.answer import Answer, Choice
+from services.gateway.answer import Answer, Choice, Delta, Echo, FinishReason, ScoredToken
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
 from services.gateway.openai.service import JSON, Gateway
-from services.gateway.openai.sse import EventStream, Format, to_json, unless_client_leaves
+from services.gateway.openai.sse import EventStream, to_json, unless_client_leaves
 from shared.protocol.generation_pb2 import Submit
 
 
-async def respond(request: Request, body: GenerationRequest, model: Model, messages: Sequence[Submit], form: Format) -> Response:
-    """The answer, once it is clear that there is one: what goes wrong before that is an HTTP error."""
-    answer = _submit(body, model, messages, request)
+@dataclass
+class Outcome:
+    """A choice as a whole."""
+
+    index: int
+    text: str = ""
+    tokens: list[ScoredToken] = field(default_factory=list)  # where the request asks for log-probabilities
+    finish_reason: FinishReason | None = None
+
+
+class Format(Protocol):
+    """How an endpoint writes its answers."""
+
+    prompt_field: str
+    shown: frozenset[str]  # special tokens that it wants to see
+
+    def body(self, outcomes: Sequence[Outcome], answer: Answer) -> JSON:
+        """The whole answer."""
+
+    def events(self, delta: Delta) -> str:
+        """The events of what is new."""
+
+    def closing(self, answer: Answer) -> str:
+        """The events after the end of all choices."""
+
+
+async def respond(
+    request: Request,
+    body: GenerationRequest,
+    model: Model,
+    messages: Sequence[Submit],
+    form: Format,
+    echoes: Sequence[Echo] = (),
+) -> Response:
+    """The answer, once it is clear that there is one: what goes wrong before that is an HTTP error. echoes: of the prompts."""
+    shown = form.shown if body.skip_special_tokens else model.tokenizer.special_texts
+    answer = _submit(body, model, messages, echoes, shown, request)
     try:
         if not body.stream:
-            texts = await unless_client_leaves(request.receive, _texts(answer))
+            outcomes = await unless_client_leaves(request.receive, _outcomes(answer))
             answer.close()
             request.state.usage = answer.usage
-            return JSONResponse(form.body(answer, texts))
+            return JSONResponse(form.body(_best(outcomes, answer, body), answer))
         first = await unless_client_leaves(request.receive, answer.next())
     except BaseException as error:
         answer.close()
         if isinstance(error, InvalidRequest):  # the scheduler's refusals concern the prompt
             error.param = error.param or form.prompt_field
         raise
-    return EventStream(first, answer, form, request)
+    return EventStream(first, answer, form.events, form.closing, request)
 
 
-def _submit(body: GenerationRequest, model: Model, messages: Sequence[Submit], request: Request) -> Answer:
+def _submit(
+    body: GenerationRequest, model: Model, messages: Sequence[Submit], echoes: Sequence[Echo], shown: frozenset[str], request: Request
+) -> Answer:
     gateway, metrics = Gateway.of(request), request.state.metrics
     terminal_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
     wake = asyncio.Event()
@@ -43,20 +81,36 @@ def _submit(body: GenerationRequest, model: Model, messages: Sequence[Submit], r
     try:
         for index, message in enumerate(messages):
             generation = gateway.scheduler.submit(message, wake)
-            choices.append(Choice(index, generation, model.tokenizer.detokenizer(), body.stops, terminal_ids))
+            detokenizer = model.tokenizer.detokenizer(shown)
+            echo = echoes[index // body.candidates] if echoes else None
+            choices.append(Choice(index, generation, detokenizer, body.stops, terminal_ids, echo))
     except BaseException:
         for choice in choices:
             choice.generation.close()
         raise
-    return Answer(choices, body.n, wake, gateway.settings.keep_alive_s, request.state.deadline, metrics.tokens, metrics.sent)
+    return Answer(choices, body.candidates, wake, gateway.settings.keep_alive_s, request.state.deadline, metrics.tokens, metrics.sent)
 
 
-async def _texts(answer: Answer) -> list[str]:
-    texts = [""] * len(answer.choices)
+async def _outcomes(answer: Answer) -> list[Outcome]:
+    outcomes = [Outcome(choice.index) for choice in answer.choices]
     while not answer.finished:
         for delta in await answer.next():
-            texts[delta.index] += delta.text
-    return texts
+            outcome = outcomes[delta.index]
+            outcome.text += delta.text
+            outcome.tokens += delta.tokens
+            outcome.finish_reason = delta.finish_reason
+    return outcomes
+
+
+def _best(outcomes: list[Outcome], answer: Answer, body: GenerationRequest) -> list[Outcome]:
+    """Of each prompt's candidates the `n` likeliest by token, the likeliest first."""
+    if body.candidates == body.n:
+        return outcomes
+    best: list[Outcome] = []
+    for start in range(0, len(outcomes), body.candidates):
+        candidates = outcomes[start : start + body.candidates]
+        best += sorted(candidates, key=lambda outcome: -answer.choices[outcome.index].mean_logprob)[: body.n]
+    return [replace(outcome, index=index) for index, outcome in enumerate(best)]
 
 
 def head(prefix: str, kind: str, body: GenerationRequest, model: Model) -> JSON:

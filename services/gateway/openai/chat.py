@@ -1,21 +1,24 @@
 """POST /v1/chat/completions."""
 
-import json
 from collections.abc import Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.answer import Answer, Delta
+from services.gateway.answer import Answer, Delta, ScoredToken
+from services.gateway.chat import parts
+from services.gateway.chat.output import Dialect
 from services.gateway.chat.template import Conversation, Message, encode_chat
 from services.gateway.model import Model
 from services.gateway.openai import service
-from services.gateway.openai.answering import chunk_ending, chunk_opening, head, respond, usage
-from services.gateway.openai.schemas import ChatMessage, ChatRequest, ConversationRequest, ToolCall
+from services.gateway.openai.answering import Outcome, chunk_ending, chunk_opening, head, respond, usage
+from services.gateway.openai.logprobs import chat_logprobs
+from services.gateway.openai.schemas import ChatMessage, ChatRequest, ConversationRequest
 from services.gateway.openai.service import JSON
 from services.gateway.openai.sse import event, to_json
 from services.gateway.openai.submission import submits
+from services.gateway.openai.tools import may_call, template_calls, template_id, template_tools
 from services.gateway.openai.validation import check_chat
 
 router = APIRouter()
@@ -25,41 +28,37 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation."""
     gateway, body, model = await service.opened(request, ChatRequest, check_chat)
-    prompt = await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, conversation(body))
+    dialect = gateway.dialect(model)
+    prompt = await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, conversation(body, dialect))
     max_tokens = body.max_completion_tokens or body.max_tokens
     messages = submits(body, model, [prompt.ids], max_tokens, "messages", request)
-    return await respond(request, body, model, messages, ChatFormat(body, model))
+    return await respond(request, body, model, messages, ChatFormat(body, model, dialect, prompt.text))
 
 
-def conversation(body: ConversationRequest) -> Conversation:
-    """What the model's template is rendered with."""
+def conversation(body: ConversationRequest, dialect: Dialect) -> Conversation:
+    """What the model's template is rendered with. Raises InvalidRequest when it knows no tools, and there are some."""
     return Conversation(
-        messages=[template_message(message) for message in body.messages],
+        messages=[template_message(message, dialect) for message in body.messages],
+        tools=template_tools(body, dialect),
         add_generation_prompt=not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         arguments=body.chat_template_kwargs,
     )
 
 
-def template_message(message: ChatMessage) -> Message:
+def template_message(message: ChatMessage, dialect: Dialect) -> Message:
     """A message as chat templates expect it: content is a string, never None; arguments of tool calls are objects."""
     content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content or [])
     plain: Message = {"role": message.role, "content": content}
     if message.name is not None:
         plain["name"] = message.name
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
     if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
+        plain["tool_call_id"] = template_id(message.tool_call_id, dialect)
     if message.tool_calls:
-        plain["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+        plain["tool_calls"] = template_calls(message, dialect)
     return plain
-
-
-def _template_call(call: ToolCall) -> JSON:
-    try:
-        arguments = json.loads(call.function.arguments)
-    except ValueError:  # a model may have written anything: then as it wrote it
-        arguments = call.function.arguments
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
 class ChatFormat:
@@ -67,25 +66,32 @@ class ChatFormat:
 
     prompt_field = "messages"
 
-    def __init__(self, body: ChatRequest, model: Model) -> None:
+    def __init__(self, body: ChatRequest, model: Model, dialect: Dialect, prompt: str) -> None:
+        calls = may_call(body)
+        self.shown = dialect.shown(tools=calls)
+        self._parsers = [dialect.parser(prompt=prompt, tools=calls, parallel=body.parallel_tool_calls) for _ in range(body.n)]
         self._choices = body.n
+        self._has_logprobs, self._texts = body.logprobs, model.tokenizer.token_texts
+        self._untold: list[list[ScoredToken]] = [[] for _ in range(body.n)]  # tokens whose log-probabilities wait for a chunk
         self._include_usage = body.include_usage
         self._head = head("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body, model)
         self._opening = chunk_opening(self._head)
         self._ending = chunk_ending(self._include_usage)
         self._begun = False
 
-    def body(self, answer: Answer, texts: Sequence[str]) -> JSON:
+    def body(self, outcomes: Sequence[Outcome], answer: Answer) -> JSON:
         """The whole answer."""
-        choices = [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": choice.finish_reason,
-            }
-            for choice, text in zip(answer.choices, texts, strict=True)
-        ]
+        choices = []
+        for outcome in outcomes:
+            found, finish_reason = self._parts(Delta(outcome.index, outcome.text, outcome.finish_reason))
+            choices.append(
+                {
+                    "index": outcome.index,
+                    "message": parts.message(found),
+                    "logprobs": self._logprobs(outcome.tokens),
+                    "finish_reason": finish_reason,
+                }
+            )
         return {**self._head, "choices": choices, "usage": usage(answer)}
 
     def events(self, delta: Delta) -> str:
@@ -95,17 +101,38 @@ class ChatFormat:
             self._begun = True
             for index in range(self._choices):
                 events += self._chunk(index, '{"role":"assistant","content":"","refusal":null}')
-        if delta.text:
-            events += self._chunk(delta.index, f'{{"content":{to_json(delta.text)}}}')
-        if delta.finish_reason:
-            events += self._chunk(delta.index, "{}", delta.finish_reason)
+        found, finish_reason = self._parts(delta)
+        self._untold[delta.index] += delta.tokens
+        for part in found:
+            # Nearly always content: written by hand, since chunks are many.
+            told = f'{{"content":{to_json(part.text)}}}' if isinstance(part, parts.Content) else to_json(part.delta())
+            events += self._chunk(delta.index, told, self._told_tokens(delta.index))
+        if finish_reason:
+            events += self._chunk(delta.index, "{}", self._told_tokens(delta.index), finish_reason)
         return events
 
     def closing(self, answer: Answer) -> str:
         """The usage, where it is asked for."""
         return event(to_json({**self._head, "choices": [], "usage": usage(answer)})) if self._include_usage else ""
 
-    def _chunk(self, index: int, delta: str, finish_reason: str | None = None) -> str:
-        """delta: JSON."""
-        choice = f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":{to_json(finish_reason)}}}'
+    def _parts(self, delta: Delta) -> tuple[list[parts.Part], str | None]:
+        """What is new of a choice; at its end with the reason."""
+        parser = self._parsers[delta.index]
+        found = parser.push(delta.text)
+        if delta.finish_reason is None:
+            return found, None
+        last, finish_reason = parser.finish(delta.finish_reason)
+        return [*found, *last], finish_reason
+
+    def _told_tokens(self, index: int) -> str:
+        """JSON of the log-probabilities that go with the next chunk of a choice."""
+        tokens, self._untold[index] = self._untold[index], []
+        return to_json(self._logprobs(tokens)) if tokens else "null"
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> JSON | None:
+        return chat_logprobs(tokens, self._texts) if self._has_logprobs else None
+
+    def _chunk(self, index: int, delta: str, logprobs: str = "null", finish_reason: str | None = None) -> str:
+        """delta, logprobs: JSON."""
+        choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{to_json(finish_reason)}}}'
         return event(f"{self._opening}{choice}{self._ending}")

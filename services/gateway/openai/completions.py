@@ -6,11 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.answer import Answer, Delta
+from services.gateway.answer import Answer, Delta, Echo
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import Model
 from services.gateway.openai import service
-from services.gateway.openai.answering import chunk_ending, chunk_opening, head, respond, usage
+from services.gateway.openai.answering import Outcome, chunk_ending, chunk_opening, head, respond, usage
+from services.gateway.openai.logprobs import LegacyLogprobs
 from services.gateway.openai.schemas import CompletionRequest
 from services.gateway.openai.service import JSON
 from services.gateway.openai.sse import event, to_json
@@ -27,7 +28,16 @@ async def create_completion(request: Request) -> Response:
     gateway, body, model = await service.opened(request, CompletionRequest, check_completion)
     prompts = await gateway.in_thread(request, _encode, model.tokenizer, body.prompts)
     messages = submits(body, model, prompts, body.max_tokens, "prompt", request)
-    return await respond(request, body, model, messages, CompletionFormat(body, model))
+    echoes = await gateway.in_thread(request, _echoes, model.tokenizer, body.prompts, prompts) if body.echo else []
+    return await respond(request, body, model, messages, CompletionFormat(body, model), echoes)
+
+
+def _echoes(tokenizer: TextTokenizer, prompts: list[str] | list[list[int]], encoded: list[list[int]]) -> list[Echo]:
+    echoes = []
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        pieces = tokenizer.prompt_pieces(ids, is_text=isinstance(prompt, str))
+        echoes.append(Echo(prompt if isinstance(prompt, str) else "".join(pieces), pieces))
+    return echoes
 
 
 def _encode(tokenizer: TextTokenizer, prompts: list[str] | list[list[int]]) -> list[list[int]]:
@@ -41,25 +51,35 @@ class CompletionFormat:
     """Answers and chunks of legacy completions: the same object name in both."""
 
     prompt_field = "prompt"
+    shown: frozenset[str] = frozenset()
 
     def __init__(self, body: CompletionRequest, model: Model) -> None:
         self._include_usage = body.include_usage
+        choices = len(body.prompts) * body.candidates
+        texts = model.tokenizer.token_texts
+        self._logprobs = None if body.logprobs is None else [LegacyLogprobs(texts) for _ in range(choices)]
         self._head = head("cmpl", "text_completion", body, model)
         self._opening = chunk_opening(self._head)
         self._ending = chunk_ending(self._include_usage)
 
-    def body(self, answer: Answer, texts: Sequence[str]) -> JSON:
+    def body(self, outcomes: Sequence[Outcome], answer: Answer) -> JSON:
         """The whole answer."""
         choices = [
-            {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
-            for choice, text in zip(answer.choices, texts, strict=True)
+            {
+                "index": outcome.index,
+                "text": outcome.text,
+                "logprobs": None if self._logprobs is None else self._logprobs[outcome.index].of(outcome.tokens),
+                "finish_reason": outcome.finish_reason,
+            }
+            for outcome in outcomes
         ]
         return {**self._head, "choices": choices, "usage": usage(answer)}
 
     def events(self, delta: Delta) -> str:
         """Text as it comes; the last of each choice says how it finished."""
+        logprobs = "null" if self._logprobs is None else to_json(self._logprobs[delta.index].of(delta.tokens))
         reason = to_json(delta.finish_reason)
-        choice = f'{{"index":{delta.index},"text":{to_json(delta.text)},"logprobs":null,"finish_reason":{reason}}}'
+        choice = f'{{"index":{delta.index},"text":{to_json(delta.text)},"logprobs":{logprobs},"finish_reason":{reason}}}'
         return event(f"{self._opening}{choice}{self._ending}")
 
     def closing(self, answer: Answer) -> str:

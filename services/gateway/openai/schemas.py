@@ -5,19 +5,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticKnownError
 
-from shared.protocol.plan import MAX_STOP_IDS
+from shared.protocol.logprobs import MAX_TOP_LOGPROBS
+from shared.protocol.plan import MAX_BIAS, MAX_BIASES, MAX_PENALTY, MAX_REPETITION, MAX_STOP_IDS
 
 MAX_CHOICES = 128  # of one request: prompts times n
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 MAX_METADATA = 16
-MAX_BIASES = 1024
 MAX_TEMPLATE_VARIABLES = 32
 MAX_STOP_CHARACTERS = 1000
 INT32_MAX = 2**31 - 1
 
 # Names of union members in pydantic's error locations; in angle brackets, so that they are told from the client's field names.
-TEXT, PARTS, TEXTS, IDS, ID_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
+TEXT, PARTS, TEXTS, IDS, ID_LISTS, OBJECT = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>", "<object>"
 
 
 class Body(BaseModel):
@@ -43,7 +43,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    id: str | None = None
+    id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -59,20 +59,51 @@ class ChatMessage(Body):
         | None
     ) = None
     name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+
+class Function(Body):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionChoice(Body):
+    name: str
+
+
+class ToolChoice(Body):
+    type: Literal["function", "allowed_tools", "custom"]
+    function: FunctionChoice | None = None
 
 
 class StreamOptions(Body):
     include_usage: bool = False
 
 
+class JSONSchemaFormat(Body):
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+
+
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchemaFormat | None = None
 
 
 def _stop_kind(value: Any) -> str | None:
     return TEXT if isinstance(value, str) else TEXTS if isinstance(value, list) else None
+
+
+def _tool_choice_kind(value: Any) -> str | None:
+    return TEXT if isinstance(value, str) else OBJECT if isinstance(value, dict) else None
 
 
 def _at_most(limit: int) -> BeforeValidator:
@@ -108,6 +139,9 @@ class GenerationRequest(ModelRequest):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], _at_most(MAX_BIASES)] = {}
     stop: (
         Annotated[
             Annotated[StopString, Tag(TEXT)] | Annotated[list[StopString], Field(fail_fast=True, max_length=4), Tag(TEXTS)],
@@ -118,10 +152,12 @@ class GenerationRequest(ModelRequest):
     # Beyond OpenAI's
     top_k: int = Field(-1, ge=-1, le=INT32_MAX, description="-1 and 0 are off.")
     min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=1 / MAX_REPETITION, le=MAX_REPETITION)
     min_tokens: int = Field(0, ge=0)
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field([], max_length=MAX_STOP_IDS)
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None, description="Prefixes in the cache are shared among requests of the same salt only."
     )
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -129,15 +165,26 @@ class GenerationRequest(ModelRequest):
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], _at_most(MAX_METADATA)] = {}
     # Refused unless neutral: see NEUTRAL in validation.py
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=2)
-    logit_bias: Annotated[dict[str, float], _at_most(MAX_BIASES)] = {}
     response_format: ResponseFormat | None = None
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def candidates(self) -> int:
+        """Choices that are computed for each prompt."""
+        return self.n
+
+    @property
+    def completion_scores(self) -> int | None:
+        """So many likeliest ids are needed for each token of the completion; None: not even log-probabilities."""
+        return None
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """The same for each token of the prompt."""
+        return None
 
     @property
     def include_usage(self) -> bool:
@@ -148,6 +195,14 @@ class ConversationRequest(Body):
     """What a chat template is rendered with."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(min_length=1)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(None, min_length=1)
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[ToolChoice, Tag(OBJECT)], Discriminator(_tool_choice_kind)
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = True
     # Beyond OpenAI's
     continue_final_message: bool = Field(False, description="The answer goes on with the last message, instead of following it.")
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn: unless the last message is continued.")
@@ -162,11 +217,13 @@ class ChatRequest(ConversationRequest, GenerationRequest):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(None, min_length=1)
-    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     functions: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
     function_call: str | dict[str, Any] | None = None
+
+    @property
+    def completion_scores(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -192,7 +249,7 @@ class CompletionRequest(GenerationRequest):
         Discriminator(_prompt_kind),
     ]
     max_tokens: int = Field(16, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
     suffix: str = ""
     best_of: int | None = Field(None, ge=0, le=20)
@@ -205,3 +262,15 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
+
+    @property
+    def candidates(self) -> int:
+        return max(self.n, self.best_of or 0)
+
+    @property
+    def completion_scores(self) -> int | None:
+        return self.logprobs if self.logprobs is not None or self.candidates == self.n else 0
+
+    @property
+    def prompt_scores(self) -> int | None:
+        return self.logprobs if self.echo else None

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from services.gateway.chat.output import Dialect
 from services.gateway.chat.renderer import Renderer
 from services.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, InvalidRequest, ModelNotFound, Overloaded, TimedOut
 from services.gateway.generation import RETRY_AFTER_S
@@ -55,6 +56,10 @@ class Gateway:
         """Raises ModelNotFound unless a model is served under this name."""
         if name not in self.settings.served_model_name:
             raise ModelNotFound(f"the model '{name[:100]}' does not exist", code="model_not_found")
+
+    def dialect(self, model: Model) -> Dialect:
+        """How the model's answers are read."""
+        return Dialect.of(model.tokenizer.chat_template, self.settings.tool_parser, self.settings.reasoning_parser)
 
     async def in_thread(self, request: Request, function: Callable[..., T], *arguments: object) -> T:
         """Runs what takes long enough to hold up other requests; not, if the client leaves before its turn. Raises ClientGone, TimedOut."""

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,21 +30,6 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, since some cl
 def event(data: str) -> str:
     """One event of JSON text."""
     return f"data: {data}\n\n"
-
-
-class Format(Protocol):
-    """How an endpoint writes its answers."""
-
-    prompt_field: str
-
-    def body(self, answer: Answer, texts: Sequence[str]) -> dict[str, Any]:
-        """The whole answer; `texts` of its choices."""
-
-    def events(self, delta: Delta) -> str:
-        """The events of what is new."""
-
-    def closing(self, answer: Answer) -> str:
-        """The events after the end of all choices."""
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
@@ -74,13 +59,20 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: list[Delta], answer: Answer, form: Format, request: Request) -> None:
-        """first: what has come already."""
+    def __init__(
+        self,
+        first: list[Delta],
+        answer: Answer,
+        events: Callable[[Delta], str],
+        closing: Callable[[Answer], str],
+        request: Request,
+    ) -> None:
+        """first: what has come already. events, closing: those of what is new, and those after the end of all."""
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._first = first
         self._answer = answer
-        self._form = form
+        self._events, self._closing = events, closing
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,7 +91,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             await self._send_deltas(send)
-            last = self._form.closing(self._answer).encode() + DONE
+            last = self._closing(self._answer).encode() + DONE
         except ClientGone:
             raise
         except Exception as error:  # the edge of the service: whatever broke, the stream ends with an event
@@ -111,7 +103,7 @@ class EventStream(Response):
     async def _send_deltas(self, send: Send) -> None:
         deltas = self._first
         while True:
-            frames = "".join(map(self._form.events, deltas)).encode() if deltas else KEEP_ALIVE
+            frames = "".join(map(self._events, deltas)).encode() if deltas else KEEP_ALIVE
             await send({"type": "http.response.body", "body": frames, "more_body": True})
             if self._answer.finished:
                 return

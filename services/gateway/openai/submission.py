@@ -5,6 +5,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 
+import numpy as np
 from starlette.requests import Request
 
 from services.gateway.errors import InvalidRequest
@@ -12,6 +13,9 @@ from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
 from shared.protocol.generation_pb2 import Sampling, Submit
 from shared.protocol.plan import ids_to_bytes
+
+MAX_ID_DIGITS = 10
+MAX_LOGPROBS = 8_000_000  # values of one answer: each takes some hundred bytes of JSON
 
 
 def submits(
@@ -23,11 +27,12 @@ def submits(
     """
     _check_ids("stop_token_ids", body.stop_token_ids, model)
     seed = secrets.randbits(63) if body.seed is None else body.seed
-    samplings = [_sampling(body, choice_seed(seed, index)) for index in range(body.n)]
+    samplings = [_sampling(body, choice_seed(seed, index), model) for index in range(body.candidates)]
     messages = []
     for prompt in prompts:
         _check_ids(param, prompt, model)
         wanted = _completion_tokens(body, model, prompt, max_tokens, param)
+        _check_logprobs(body, len(prompts) * body.candidates, len(prompt), wanted)
         messages += [
             Submit(
                 request_id=request.state.request_id,
@@ -41,6 +46,8 @@ def submits(
                 tenant=request.state.tenant or None,
                 traceparent=request.state.traceparent or None,
                 cache_salt=_cache_salt(request.state.tenant, body.cache_salt),
+                logprobs=body.completion_scores,
+                prompt_logprobs=body.prompt_scores,
             )
             for sampling in samplings
         ]
@@ -60,11 +67,31 @@ def _cache_salt(tenant: str, salt: str | None) -> str | None:
     return f"{tenant}/{salt or ''}" if tenant else salt
 
 
-def _sampling(body: GenerationRequest, seed: int) -> Sampling:
-    sampling = Sampling(temperature=body.temperature, top_p=body.top_p, min_p=body.min_p, seed=seed)
-    if body.top_k > 0:
-        sampling.top_k = body.top_k
-    return sampling
+def _sampling(body: GenerationRequest, seed: int, model: Model) -> Sampling:
+    biases = _biases(body.logit_bias, model)
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k if body.top_k > 0 else None,
+        min_p=body.min_p,
+        seed=seed,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        bias_ids=ids_to_bytes(list(biases)),
+        bias_values=np.array(list(biases.values()), dtype="<f4").tobytes(),
+    )
+
+
+def _biases(asked: dict[str, float], model: Model) -> dict[int, float]:
+    """By token id. Raises InvalidRequest for a key that is none."""
+    biases = {}
+    for key, value in asked.items():
+        id_ = int(key) if key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS else -1
+        if not 0 <= id_ < model.vocab_size:
+            raise InvalidRequest(f"logit_bias: {key[:50]!r} is no token id from 0 to {model.vocab_size - 1}", "logit_bias", "invalid_value")
+        biases[id_] = value
+    return biases
 
 
 def _completion_tokens(body: GenerationRequest, model: Model, prompt: list[int], max_tokens: int | None, param: str) -> int:
@@ -78,6 +105,15 @@ def _completion_tokens(body: GenerationRequest, model: Model, prompt: list[int],
     if body.min_tokens > wanted:
         raise InvalidRequest(f"min_tokens={body.min_tokens} is more than the {wanted} tokens at most", "min_tokens", "invalid_value")
     return wanted
+
+
+def _check_logprobs(body: GenerationRequest, choices: int, prompt_tokens: int, completion_tokens: int) -> None:
+    """Raises InvalidRequest when an answer could not be held."""
+    asked = ((body.completion_scores, completion_tokens), (body.prompt_scores, prompt_tokens))
+    values = choices * sum((1 + top) * tokens for top, tokens in asked if top is not None)
+    if values > MAX_LOGPROBS:
+        message = f"the answer may have {values} log-probabilities, at most {MAX_LOGPROBS} are given: lower max_tokens, n or top_logprobs"
+        raise InvalidRequest(message, "logprobs", "invalid_value")
 
 
 def _check_ids(param: str, ids: list[int], model: Model) -> None:

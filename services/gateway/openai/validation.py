@@ -7,6 +7,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.openai.schemas import MAX_CHOICES, Body, ChatRequest, CompletionRequest, ConversationRequest, GenerationRequest
+from services.gateway.openai.tools import check_results, check_tools
 
 B = TypeVar("B", bound=Body)
 
@@ -34,17 +35,8 @@ LENGTH_CODES = {  # by pydantic's error type and kind of container
 
 # Fields that are not served yet are refused unless they ask for what happens anyway.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": ({},),
-    "logprobs": (None, False),
-    "top_logprobs": (0,),
-    "tools": (None,),
-    "tool_choice": (None, "none", "auto"),
     "functions": ([],),
     "function_call": (None, "none", "auto"),
-    "echo": (False,),
     "suffix": ("",),
 }
 
@@ -83,18 +75,18 @@ def parse(schema: type[B], data: bytes) -> B:
 def check_chat(body: ChatRequest) -> None:
     """Rules of several fields of a chat request. Raises InvalidRequest."""
     check_conversation(body)
+    check_results(body)
     _check_common(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ: set one", "max_tokens", "invalid_parameter_combination")
-    if body.tools is None and body.tool_choice not in NEUTRAL["tool_choice"]:
-        raise InvalidRequest("tool_choice needs tools", "tool_choice")
     _refuse_unsupported(body)
 
 
 def check_conversation(body: ConversationRequest) -> None:
-    """Rules of the messages. Raises InvalidRequest."""
+    """Rules of the messages and tools. Raises InvalidRequest."""
+    check_tools(body)
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     for index, message in enumerate(body.messages):
@@ -110,18 +102,20 @@ def check_completion(body: CompletionRequest) -> None:
     _check_common(body)
     if body.best_of is not None and body.best_of < body.n:
         raise InvalidRequest("best_of must be at least n", "best_of")
-    if body.best_of is not None and body.best_of > body.n:
-        raise InvalidRequest("best_of larger than n is not supported", "best_of", "unsupported_value")
-    if len(body.prompts) * body.n > MAX_CHOICES:
-        raise InvalidRequest(
-            f"{len(body.prompts)} prompts and n={body.n}: at most {MAX_CHOICES} choices in all", "n", "integer_above_max_value"
-        )
+    if body.candidates > body.n and body.stream:
+        raise InvalidRequest("best_of larger than n cannot be streamed", "best_of")
+    if len(body.prompts) * body.candidates > MAX_CHOICES:
+        message = f"{len(body.prompts)} prompts and {body.candidates} choices each: at most {MAX_CHOICES} in all"
+        raise InvalidRequest(message, "n", "integer_above_max_value")
     _refuse_unsupported(body)
 
 
 def _check_common(body: GenerationRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+    if body.response_format and body.response_format.type == "json_schema" and body.response_format.json_schema is None:
+        param = "response_format.json_schema"
+        raise InvalidRequest(f"missing required parameter: '{param}'", param, "missing_required_parameter")
     if body.response_format and body.response_format.type != "text":
         raise InvalidRequest("response_format other than text is not supported", "response_format", "unsupported_value")
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.token_texts import TokenTexts
 from shared.errors import ConfigError
 
 MARK_DIGITS = 24  # drawn anew for each request, so that no user can guess a mark
@@ -60,6 +61,9 @@ class TextTokenizer:
         self._control, self._control_at_end = re.compile(pattern), re.compile(f"(?:{pattern})\\Z")
         self._control_ids = frozenset(control.values())
         self._hidden_ids = frozenset(id_ for id_, each in added.items() if each.special)
+        self.token_texts = TokenTexts(self._tokenizer, added)
+        self._prefix_length = len(self._tokenizer.encode("", add_special_tokens=True).ids)  # BOS, where it is put before a prompt
+        self.special_texts = frozenset(str(each) for each in added.values() if each.special)
         self._plain = _without_added_tokens(self._tokenizer, control)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._known_ids = max(vocabulary.values()) + 1
@@ -86,6 +90,13 @@ class TextTokenizer:
             ids += encode(piece, continues=bool(ids))
         return ids
 
+    def prompt_pieces(self, ids: list[int], is_text: bool) -> list[str]:
+        """The text of each token of a prompt; none of what `encode_prompt` has put before a text."""
+        detokenizer = Detokenizer(self._tokenizer, lambda id_: id_ < self._known_ids)
+        hidden = self._prefix_length if is_text else 0
+        pieces = [""] * hidden + [detokenizer.push([id_]) for id_ in ids[hidden:]]
+        return [*pieces[:-1], pieces[-1] + detokenizer.flush()]
+
     def without_marks(self, rendered: str, marks: Marks) -> str:
         """A rendered chat as it would be read."""
         return "".join(piece for piece, _ in self._pieces(rendered, marks))
@@ -106,9 +117,10 @@ class TextTokenizer:
         if size > self._max_bytes:
             raise InvalidRequest(f"a prompt of {size} bytes is longer than this model's context", param, "context_length_exceeded")
 
-    def detokenizer(self) -> Detokenizer:
-        """A new one, for one answer."""
-        return Detokenizer(self._tokenizer, lambda id_: id_ < self._known_ids and id_ not in self._hidden_ids)
+    def detokenizer(self, shown: Iterable[str] = ()) -> Detokenizer:
+        """A new one, for one answer, which hides all special tokens but those that are to be shown."""
+        hidden = self._hidden_ids.difference(map(self._tokenizer.token_to_id, shown))
+        return Detokenizer(self._tokenizer, lambda id_: id_ < self._known_ids and id_ not in hidden)
 
     def _pieces(self, rendered: str, marks: Marks) -> Iterator[tuple[str, bool]]:
         """The rendered chat without its marks, in pieces; True for a control token that is plain text.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 
 from shared import rpc
 from shared.protocol import files
@@ -21,6 +22,7 @@ from shared.protocol.generation_pb2 import (
     GenerationSessionRequest,
     GenerationSessionResponse,
     GenerationStatusResponse,
+    Logprobs,
     Rejected,
     RejectReason,
     SessionHeartbeat,
@@ -156,15 +158,30 @@ class ScriptedScheduler(GenerationServicer):
                     self.cancels.append(request.cancel)
                     players[request.cancel.request].cancel()
 
+    def _scores(self, ids: Sequence[int], top: int) -> Logprobs:
+        """Each id beside `top` likeliest ones: itself, and those after it. -1 for itself, one less each time; -inf for EOS."""
+        likeliest = [[(id_ + step) % self.vocab_size for step in range(top)] for id_ in ids]
+        values = [float("-inf") if id_ in self.eos_ids else -1.0 for id_ in ids]
+        return Logprobs(
+            values=np.array(values, "<f4").tobytes(),
+            top=top,
+            top_ids=np.array(likeliest, "<i4").tobytes(),
+            top_values=np.array([[-1.0 - step for step in range(top)] for _ in ids], "<f4").tobytes(),
+        )
+
     async def _play(self, submit: Submit, script: Script, outbox: Outbox) -> None:
         name: dict[str, Any] = {"request": submit.request, "attempt": submit.attempt}
         if script.rejected is not None:
             rejected = Rejected(**name, reason=script.rejected, detail=script.detail, retry_after_ms=script.retry_after_ms)
             outbox.put(GenerationSessionResponse(batch=TokenBatch(rejected=[rejected])))
             return
-        length, reason, batch = 0, script.reason, TokenBatch()
+        length, reason, batch = 0, script.reason if submit.max_tokens else LENGTH, TokenBatch()
         delivered = len(submit.delivered_ids) // 4  # of an earlier attempt
-        for step in script.steps:
+        if submit.HasField("prompt_logprobs") and not delivered:
+            for position, id_ in enumerate(ids_from_bytes(submit.prompt_ids).tolist()[1:], start=1):
+                news = Tokens(**name, prompt_logprobs=self._scores([id_], submit.prompt_logprobs), first_position=position)
+                outbox.put(GenerationSessionResponse(batch=TokenBatch(tokens=[news])))
+        for step in script.steps if submit.max_tokens else ():
             if isinstance(step, asyncio.Event):
                 await step.wait()
                 continue
@@ -176,7 +193,9 @@ class ScriptedScheduler(GenerationServicer):
             length = max(length, delivered)
             index = length + (script.index_shift if length else 0)
             cached_tokens = 0 if length else script.cached_tokens
-            batch = TokenBatch(tokens=[Tokens(**name, first_index=index, ids=ids_to_bytes(ids), cached_tokens=cached_tokens)])
+            scores = self._scores(ids, submit.logprobs) if submit.HasField("logprobs") else None
+            news = Tokens(**name, first_index=index, ids=ids_to_bytes(ids), cached_tokens=cached_tokens, logprobs=scores)
+            batch = TokenBatch(tokens=[news])
             length += len(ids)
             if length == submit.max_tokens:
                 is_eos = ids[-1] in self.eos_ids and not submit.ignore_eos

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -169,7 +170,16 @@ async def test_smp_01_zero_is_a_value(stack: Stack) -> None:
 
 async def test_sampling_reaches_the_scheduler(stack: Stack) -> None:
     stack.says("x")
-    fields = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": -(2**63), "min_tokens": 2, "max_tokens": 9}
+    fields: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "min_p": 0.125,
+        "seed": -(2**63),
+        "min_tokens": 2,
+        "max_tokens": 9,
+    }
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": -2, "repetition_penalty": 1.5, "logit_bias": {"65": 100, "7": -0.5}}
     await stack.chat(**fields, ignore_eos=True, stop_token_ids=[7, 8])
     await stack.chat()
     await stack.chat()
@@ -182,6 +192,11 @@ async def test_sampling_reaches_the_scheduler(stack: Stack) -> None:
         -(2**63),
     ]
     assert (given.max_tokens, given.min_tokens, given.ignore_eos) == (9, 2, True)
+    penalties = (given.sampling.presence_penalty, given.sampling.frequency_penalty, given.sampling.repetition_penalty)
+    assert penalties == (0.5, -2, 1.5)
+    assert ids_from_bytes(given.sampling.bias_ids).tolist() == [65, 7]
+    assert np.frombuffer(given.sampling.bias_values, "<f4").tolist() == [100, -0.5]
+    assert not plain.sampling.bias_ids
     assert ids_from_bytes(given.stop_token_ids).tolist() == [7, 8]
     assert (plain.sampling.temperature, plain.sampling.top_p, plain.sampling.HasField("top_k")) == (1, 1, False)
     assert plain.sampling.seed != other.sampling.seed

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from services.gateway.chat.output import Dialect
 from services.gateway.chat.renderer import Renderer
 from services.gateway.chat.template import Conversation, Prompt, encode_chat, for_template
 from services.gateway.errors import InvalidRequest
@@ -129,7 +130,7 @@ def test_tpl_02_messages_without_developer_are_left_alone() -> None:
 def test_tpl_03_assistant_turn_with_calls_alone(content: object, tmp_path: Path, chat: Callable[..., Prompt]) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message = ChatMessage.model_validate({"role": "assistant", "content": content, "tool_calls": [call]})
-    rendered = chat(with_template(tmp_path, TEMPLATES["qwen"]), [template_message(message)]).text
+    rendered = chat(with_template(tmp_path, TEMPLATES["qwen"]), [template_message(message, Dialect("hermes", thinks=False))]).text
     assert rendered == '<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"a": 1}<|im_end|>\n'
 
 
