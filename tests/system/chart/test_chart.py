@@ -406,3 +406,35 @@ def test_rendered_yaml_is_clean(helm: Helm, tmp_path: Path) -> None:
         [str(Path(sys.executable).with_name("yamllint")), "--strict", "-d", rules, str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_keys_spare_the_trials_that_need_one(helm: Helm) -> None:
+    def trials(values: Object) -> set[str]:
+        return {each["metadata"]["name"] for each in helm.objects(values) if each["kind"] == "Pod"}
+
+    assert trials({}) == {"trial-lockstep-test-completion", "trial-lockstep-test-stream", "trial-lockstep-test-metrics"}
+    assert trials({"auth": {"existingSecret": "keys"}}) == {"trial-lockstep-test-metrics"}
+    assert len(trials({"auth": {"existingSecret": "keys"}, "tests": {"keySecret": "key"}})) == 3
+    move = {"worker": {"replicas": 2}, "tests": {"moveEnabled": True}}
+    role = of_kind(helm.objects(move), "Role")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "delete"]}]
+
+
+def test_notes_lead_to_an_answer_and_warn(helms: dict[str, Helm]) -> None:
+    def notes(values: Object) -> str:
+        helm = helms["helm 4"]  # Helm 3 renders notes only against a cluster
+        return helm.run("install", "trial", str(CHART), "--dry-run=client", "--hide-secret", values=values).partition("NOTES:")[2]
+
+    plain = notes({})
+    assert "curl $URL/v1/chat/completions" in plain
+    assert "port-forward service/trial-lockstep-gateway 8000:80" in plain
+    assert "No API keys are set" in plain
+    secret = {
+        "auth": {"keys": [{"name": "a", "sha256": "0" * 64}]},
+        "model": {"source": merged(HUB, {"huggingFace": {"token": "hf_literal"}})},
+    }
+    quiet = notes(merged(secret, {"gateway": {"replicas": 2}, "model": {"source": {"huggingFace": {"revision": "c0ffee"}}}}))
+    assert "Mind:" not in quiet
+    assert "hf_literal" not in quiet
+    assert "does not know keda.sh/v1alpha1" in notes({"worker": {"autoscaling": {"enabled": True, "prometheusAddress": "http://p:9090"}}})
+    assert "answers are made up" in notes({"worker": {"mode": "simulated"}})
