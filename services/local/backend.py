@@ -47,7 +47,7 @@ class Backend:
         self._children: list[Child] = []
         self._broken = False
         names = ["worker"] if groups == 1 else [f"worker-{number}" for number in range(groups)]
-        common = ("--host", LOOPBACK, "--port", "0", "--model", str(model.absolute()), *worker)
+        common = ("--host", LOOPBACK, "--model", str(model.absolute()), *worker)
         self._workers = [
             Child(name, ["--group", f"group-{number}", *common], self.logs, logging.WARNING, variables)
             for number, (name, variables) in enumerate(zip(names, devices, strict=True))
@@ -61,7 +61,7 @@ class Backend:
             ports.append(await self._start(worker))
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
         progress.show("starting the scheduler")
-        own = ("--host", LOOPBACK, "--port", "0", *SCHEDULER, *(f"--worker={address}" for address in addresses))
+        own = ("--host", LOOPBACK, *SCHEDULER, *(f"--worker={address}" for address in addresses))
         scheduler = await self._start(Child("scheduler", own, self.logs, logging.ERROR))  # it warns of workers that are not ready yet
         for worker, address in zip(self._workers, addresses, strict=True):
             self.groups.append(await self.unless_ended(_until_taken(worker.name, address, progress)))

@@ -32,20 +32,34 @@ class Child:
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], logs: Path, forward_from: int, variables: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        logs: Path,
+        forward_from: int,
+        variables: Mapping[str, str] | None = None,
+        port: int = 0,
     ) -> None:
-        """variables: of its environment, beside ours."""
+        """port: to listen on, 0: a free one. variables: of its environment, beside ours."""
         self.name, self._service = name, name.partition("-")[0]
         self.forward_from = forward_from  # the level of logging from which its lines go to the terminal
-        self._arguments, self._variables = arguments, variables
+        self._arguments, self._variables, self._port = arguments, variables, port
         self._log_path = logs / f"{name}.log"
         self._ports_path = logs / f"{name}-ports.json"
         self.last_line, self._last_line_was_shown = "", False
         self._level = logging.WARNING  # of the record that the lines after it belong to
 
     async def start(self) -> None:
-        self._ports_path.unlink(missing_ok=True)  # of the run before
-        common = ["--ports-file", str(self._ports_path), "--parent-pid", str(os.getpid()), "--admin-port", "0"]
+        self._log_path.unlink(missing_ok=True)  # of the run before
+        await self._start()
+
+    async def start_again(self) -> None:
+        """After it has ended: on the port that it had, and its log goes on."""
+        await self._start()
+
+    async def _start(self) -> None:
+        self._ports_path.unlink(missing_ok=True)
+        common = ["--ports-file", str(self._ports_path), "--parent-pid", str(os.getpid()), "--admin-port", "0", "--port", str(self._port)]
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", f"services.{self._service}", *common, *self._arguments),
             stdin=asyncio.subprocess.DEVNULL,
@@ -62,7 +76,9 @@ class Child:
         """The ports that it has bound, once it has: `grpc` or `http`, and `admin`."""
         while not self._ports_path.exists():
             await asyncio.sleep(PORTS_EVERY_S)
-        return {name: int(port) for name, port in json.loads(self._ports_path.read_text()).items()}
+        ports = {name: int(port) for name, port in json.loads(self._ports_path.read_text()).items()}
+        self._port = ports["http" if self._service == "gateway" else "grpc"]
+        return ports
 
     async def stop(self, within_s: float, hurry: asyncio.Event) -> None:
         """Ends the child: SIGTERM, and SIGKILL to it and its own children after `within_s`, or at once on `hurry`."""
@@ -91,7 +107,7 @@ class Child:
     async def _follow(self) -> None:
         """Copies the output to the log file, and to the terminal what somebody should see."""
         assert self.process.stdout is not None
-        with self._log_path.open("wb", buffering=0) as log:
+        with self._log_path.open("ab", buffering=0) as log:
             while True:
                 try:
                     line = await self.process.stdout.readline()

@@ -1,6 +1,7 @@
 """`lockstep serve`: worker, scheduler and gateway as child processes on this machine, from the first to the last of them.
 
-It restarts nothing: when one of the three ends, so do the others, and the launcher says which it was and why.
+A service that ends by itself is started again on its port, and requests go on where they were: the launcher says which it was and why. One
+that ends too often, or over a setting, ends the others, too.
 """
 
 import asyncio
@@ -9,10 +10,12 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,8 +40,8 @@ POLL_EVERY_S = 0.1
 POLL_TIMEOUT_S = 2.0
 DRAIN_S = 5.0  # for running answers, after a signal
 STOP_S = DRAIN_S + 3.0  # a service that has not stopped by then is killed
-# No worker will come back here, so requests wait only for the scheduler to be sure: their clients get the error while the gateway drains.
-GROUP_WAIT_S = 1.0
+GROUP_WAIT_S = 120.0  # a worker that is started again loads its model first
+MOST_ENDS, WITHIN_S = 3, 60.0  # of one service, that are mended
 
 
 class Stopped(LockstepError):
@@ -48,9 +51,9 @@ class Stopped(LockstepError):
 class ChildEnded(LockstepError):
     """A service ended by itself; `status` is what the launcher should end with."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, child: Child, status: int) -> None:
         super().__init__(message)
-        self.status = status
+        self.child, self.status = child, status
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Options:
     port: int
     log_level: str
     worker: tuple[str, ...] = ()
+    standby: bool = False  # a second scheduler, which takes over when the first is gone
 
 
 class Launcher:
@@ -70,7 +74,8 @@ class Launcher:
         self.options, self.console = options, console
         self.forward_from = logging.DEBUG if options.log_level == "debug" else logging.WARNING
         self.admin_ports: dict[str, int] = {}
-        self.children: list[Child] = []  # in the order of their start; stopped in the opposite one
+        self.children: list[Child] = []  # in the order of their first start; stopped in the opposite one
+        self._ends: dict[Child, list[float]] = {}  # when each ended by itself, lately
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGINT, signal.SIGTERM):
@@ -80,13 +85,13 @@ class Launcher:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
     async def run(self) -> None:
-        """Serves until a signal. Raises ConfigError at start, ChildEnded when a service ends by itself."""
+        """Serves until a signal. Raises ConfigError at start, ChildEnded when a service ends then, or too often later."""
         options = self.options
         port = free_port(options.host, options.port)
         folder = Path(".lockstep").absolute()
         run_file = folder / f"run-{port}.json"
         run_file.unlink(missing_ok=True)  # of a launcher that was killed: the port is free
-        self.logs = folder / f"logs-{port}"
+        self.logs, self.lease = folder / f"logs-{port}", folder / f"lease-{port}"
         self.logs.mkdir(parents=True, exist_ok=True)
         if not is_loopback(options.host):
             logger.warning("listening on %s: whoever reaches it can use it, there is no key", options.host)
@@ -100,8 +105,9 @@ class Launcher:
                 progress.show("waiting for the gateway")
                 await self._unless_over(until_healthy(url))
                 self.children[-1].forward_from = self.forward_from
-            self._tell(run_file, model, names, ports, url)
-            await self._unless_over(asyncio.Event().wait())
+            self._write(run_file, model, names, ports, url)
+            self._tell(names, url)
+            await self._keep(lambda: self._write(run_file, model, names, ports, url))
         except Stopped:
             logger.info("stopping")
         finally:
@@ -113,19 +119,24 @@ class Launcher:
 
     async def _start(self, model: Path, names: tuple[str, ...], port: int, progress: StartupProgress) -> dict[str, int]:
         """Starts the three; returns their ports. Each needs the address of the one before."""
-        worker = ["--port", "0", "--model", str(model), *self.options.worker]
-        ports = {"worker": await self._start_child("worker", LOOPBACK, worker, progress)}
-        scheduler = ["--port", "0", "--worker", at(LOOPBACK, ports["worker"]), "--group-wait-s", f"{GROUP_WAIT_S:g}"]
-        scheduler += [f"--served-model-name={names[0]}"]
-        ports["scheduler"] = await self._start_child("scheduler", LOOPBACK, scheduler, progress)
-        gateway = ["--port", str(port), "--scheduler", at(LOOPBACK, ports["scheduler"]), "--drain-s", f"{DRAIN_S:g}"]
-        gateway += [f"--served-model-name={name}" for name in names]
-        ports["gateway"] = await self._start_child("gateway", self.options.host, gateway, progress)
+        ports = {"worker": await self._start_child("worker", LOOPBACK, ["--model", str(model), *self.options.worker], progress)}
+        scheduler = ["--worker", at(LOOPBACK, ports["worker"]), "--group-wait-s", f"{GROUP_WAIT_S:g}", f"--served-model-name={names[0]}"]
+        schedulers = ["scheduler"]
+        if self.options.standby:
+            shutil.rmtree(self.lease, ignore_errors=True)  # of a launcher that was killed
+            scheduler += ["--leadership", f"file:{self.lease}"]
+            schedulers.append("scheduler-1")
+        for name in schedulers:
+            ports[name] = await self._start_child(name, LOOPBACK, scheduler, progress)
+        gateway = [f"--scheduler={at(LOOPBACK, ports[name])}" for name in schedulers]
+        gateway += ["--drain-s", f"{DRAIN_S:g}", *(f"--served-model-name={name}" for name in names)]
+        ports["gateway"] = await self._start_child("gateway", self.options.host, gateway, progress, port)
         return ports
 
-    async def _start_child(self, name: str, host: str, arguments: list[str], progress: StartupProgress) -> int:
+    async def _start_child(self, name: str, host: str, arguments: list[str], progress: StartupProgress, port: int = 0) -> int:
         progress.show(f"starting the {name}")
-        child = Child(name, ["--host", host, "--log-level", self.options.log_level, *arguments], self.logs, self.forward_from)
+        common = ["--host", host, "--log-level", self.options.log_level]
+        child = Child(name, [*common, *arguments], self.logs, self.forward_from, port=port)
         if name == "gateway":
             self._hush(child)  # until it is healthy
         await child.start()
@@ -133,6 +144,28 @@ class Launcher:
         ports = await self._unless_over(child.ports())
         self.admin_ports[name] = ports["admin"]
         return ports["http" if name == "gateway" else "grpc"]
+
+    async def _keep(self, on_change: Callable[[], None]) -> None:
+        """Until a signal: starts again what ends. on_change: called then. Raises ChildEnded when one ends too often, or over a setting."""
+        broken: Child | None = None
+        while True:
+            try:
+                if broken is not None:
+                    await broken.start_again()
+                    for child in self.children:  # another may have ended meanwhile
+                        self.admin_ports[child.name] = (await self._unless_over(child.ports()))["admin"]
+                    on_change()
+                await self._unless_over(asyncio.Event().wait())
+            except ChildEnded as error:
+                broken = error.child
+                if error.status == 2 or self._too_often(broken):
+                    raise
+                logger.warning("%s; starting it again", error)
+
+    def _too_often(self, child: Child) -> bool:
+        now = time.monotonic()
+        ends = self._ends[child] = [*(end for end in self._ends.get(child, []) if now - end < WITHIN_S), now]
+        return len(ends) > MOST_ENDS
 
     def _hush(self, child: Child) -> None:
         """That another service is not there is no news while we start or stop them: such warnings go to its log alone."""
@@ -169,6 +202,7 @@ class Launcher:
                     after = f": its last line was '{words}'" if words else ""
                     raise ChildEnded(
                         f"the {child.name} {child.how_it_ended()}{after}; its log is in {self.logs}",
+                        child,
                         status=2 if child.ended.result() == 2 else 1,
                     )
             return await task
@@ -190,8 +224,8 @@ class Launcher:
             raise LockstepError("the demo model could not be had, see above; or give a model folder: lockstep serve MODEL")
         return Path(output.decode().splitlines()[-1])
 
-    def _tell(self, run_file: Path, model: Path, names: tuple[str, ...], ports: dict[str, int], url: str) -> None:
-        """Tells other commands by the run file, and the user by the terminal, that all is ready."""
+    def _write(self, run_file: Path, model: Path, names: tuple[str, ...], ports: dict[str, int], url: str) -> None:
+        """Tells other commands where all is."""
         content = {
             "url": url,
             "model": str(model),
@@ -204,6 +238,9 @@ class Launcher:
         temporary = run_file.with_suffix(".new")
         temporary.write_text(json.dumps(content, indent=2) + "\n")
         temporary.replace(run_file)  # in one step: a reader sees the whole file or none
+
+    def _tell(self, names: tuple[str, ...], url: str) -> None:
+        """Tells the user that all is ready."""
         question = {"role": "user", "content": "What is the capital of France?"}
         body = json.dumps({"model": names[0], "temperature": 0, "messages": [question]})
         self.console.print(

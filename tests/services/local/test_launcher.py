@@ -1,6 +1,7 @@
-"""`lockstep serve` as its user meets it: it becomes ready, answers, and leaves nobody behind however it ends."""
+"""`lockstep serve` as its user meets it: it becomes ready, answers, mends what breaks, and leaves nobody behind however it ends."""
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from services.local.launcher import at, free_port, is_loopback
+from services.local.launcher import MOST_ENDS, at, free_port, is_loopback
 from shared.errors import ConfigError
 from tests.processes import eventually
 from tests.services.local.launched import Launched
@@ -84,25 +85,72 @@ def test_a_second_ctrl_c_does_not_wait_for_running_answers(serve: Serve) -> None
     assert launched.end() == 0
 
 
-@pytest.mark.parametrize("victim", ["worker", "scheduler", "gateway"])
-def test_a_dead_service_ends_the_others(serve: Serve, victim: str) -> None:
-    launched = serve()
-    run = launched.ready()
+def restarted(launched: Launched, run: dict[str, Any], victim: str) -> dict[str, Any]:
+    """Kills a service. Returns what the run file tells once it is there again."""
     os.kill(run["pids"][victim], signal.SIGKILL)
-    assert launched.end() == 1
-    (line,) = [line for line in launched.output.splitlines() if line.startswith("error")]
-    assert f"the {victim} was killed by SIGKILL" in line
-    assert not launched.run_files
+    eventually(lambda: launched.ready()["pids"][victim] != run["pids"][victim], within_s=20.0)
+    now = launched.ready()
+    assert f"warning: the {victim} was killed by SIGKILL" in launched.output
+    assert (now["ports"], now["url"]) == (run["ports"], run["url"])
+    eventually(lambda: httpx.get(f"http://127.0.0.1:{now['admin_ports'][victim]}/livez").is_success)
+    return now
 
 
-def test_clients_of_a_dead_worker_get_an_error_event(serve: Serve) -> None:
-    launched = serve(step_s=SLOW_STEP_S)
+def test_streams_go_on_while_worker_and_scheduler_are_started_again(serve: Serve) -> None:
+    launched = serve(step_s=0.02)
+    run = launched.ready()
+    for victim in ("worker", "scheduler"):
+        with stream(run) as lines:
+            next(lines)
+            run = restarted(launched, run, victim)
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length", chunks[-1]
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert len(text) > 100
+        assert text in text[:2] * 240  # none of the two ids is missing or doubled
+    launched.press_ctrl_c()
+    assert launched.end() == 0
+
+
+def test_a_gateway_is_started_again(serve: Serve) -> None:
+    launched = serve()
+    run = restarted(launched, launched.ready(), "gateway")
+    eventually(lambda: httpx.get(f"{run['url']}/health").is_success)
+    log = (Path(run["logs"]) / "gateway.log").read_text()
+    assert log.count("session with the scheduler at") == 2  # it goes on
+
+
+def test_a_standby_takes_over(serve: Serve) -> None:
+    launched = serve("--standby", step_s=0.02)
     run = launched.ready()
     with stream(run) as lines:
         next(lines)
-        os.kill(run["pids"]["worker"], signal.SIGKILL)
-        assert '"error"' in [line for line in lines if line][-1]
+        run = restarted(launched, run, "scheduler")
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    log = Path(run["logs"]) / "scheduler-1.log"
+    assert "leading, with epoch" in log.read_text() or "leading, with epoch 2" in (Path(run["logs"]) / "scheduler.log").read_text()
+
+
+def test_a_service_that_ends_again_and_again_ends_the_others(serve: Serve) -> None:
+    launched = serve()
+    run = launched.ready()
+    for _ in range(MOST_ENDS):
+        run = restarted(launched, run, "scheduler")
+    os.kill(run["pids"]["scheduler"], signal.SIGKILL)
     assert launched.end() == 1
+    (line,) = [line for line in launched.output.splitlines() if line.startswith("error")]
+    assert "the scheduler was killed by SIGKILL" in line
+    assert not launched.run_files
+
+
+def test_a_service_that_can_no_longer_start_ends_the_others(serve: Serve, model: Path) -> None:
+    launched = serve()
+    run = launched.ready()
+    script = launched.folder / "script.json"
+    script.write_text("{")
+    os.kill(run["pids"]["worker"], signal.SIGKILL)
+    assert launched.end() == 2
+    assert "the worker ended with status 2" in launched.output
 
 
 def test_a_killed_launcher_leaves_nobody(serve: Serve) -> None:
