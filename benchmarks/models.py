@@ -74,7 +74,7 @@ def _report(name: str, lines: Lines, ceilings: Ceilings, options: Options, cases
     how = {
         "offline": "all prompts at once; the floor reads weights and KV cache once a step, at the ceilings",
         "prefill": "to the last first token",
-        "decode": f"prompts of {cases.context} tokens, {cases.tokens} steps; checked: sampled tokens that prefilling chooses too",
+        "decode": f"prompts of {cases.context} tokens, {cases.tokens} steps; checked: tokens that prefilling chooses too",
     }
     return Report(
         name=name,
