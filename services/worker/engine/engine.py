@@ -263,11 +263,10 @@ class TorchStep:
         """This iteration's batch and its logits."""
         engine = self.engine
         batch = engine.batch(self.sections, int(self.plan.prefill_lengths.max(initial=0)))
-        scored = scored_tokens(self.plan)
-        if not len(scored):
+        scored = scored_tokens(self.plan, engine.device)
+        if scored is None:
             return batch, engine.logits(batch)
-        tokens = torch.cat((batch.last_tokens, torch.from_numpy(scored).to(engine.device)))
-        hidden = engine.model(replace(batch, last_tokens=tokens), engine.caches)
+        hidden = engine.model(replace(batch, last_tokens=torch.cat((batch.last_tokens, scored))), engine.caches)
         self.scores = engine.prompt_scores.score(self.plan, self.sections["prefill_ids"], hidden[batch.rows :])
         return batch, engine.sampler.logits(hidden[: batch.rows])
 

@@ -87,7 +87,10 @@ class PromptScores:
         self._carried: Tensor | None = None  # [slots, D], once somebody asks
 
     def score(self, plan: Plan, ids: Tensor, hidden: Tensor) -> Tensor:
-        """ids `[T]` int32, the plan's prefill ids, and hidden states `[N, D]` of `scored_tokens` -> a table of as many rows at most."""
+        """ids `[T]` int32, the plan's prefill ids, and hidden states `[N, D]` of `scored_tokens` -> a table of as many rows at most.
+
+        Nothing here waits for the device.
+        """
         carried = self._carried
         if carried is None:
             carried = self._carried = hidden.new_zeros(self._slots, hidden.shape[1])
@@ -113,10 +116,10 @@ def scored_chunks(plan: Plan) -> list[tuple[int, range]]:
     return [(row, range(int(ends[row] - plan.prefill_lengths[row]), int(ends[row]))) for row in rows]
 
 
-def scored_tokens(plan: Plan) -> NDArray[np.int64]:
-    """Which of a step's tokens are scored, `[N]`."""
-    chunks = [np.arange(chunk.start, chunk.stop) for _, chunk in scored_chunks(plan)]
-    return len(plan.decode_slots) + np.concatenate((np.empty(0, dtype=np.int64), *chunks))
+def scored_tokens(plan: Plan, device: torch.device) -> Tensor | None:
+    """Which of a step's tokens are scored, `[N]` int64, if any."""
+    chunks = [torch.arange(chunk.start, chunk.stop, device=device) for _, chunk in scored_chunks(plan)]
+    return torch.cat(chunks) + len(plan.decode_slots) if chunks else None
 
 
 def _bits(values: Tensor) -> Tensor:
