@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.filters import ROOM
 from kernels.noise import gumbel
-from kernels.sampling import CANDIDATES, FAILED, greedy_torch, greedy_triton, sample_torch, sample_triton
+from kernels.sampling import FAILED, greedy_torch, greedy_triton, sample_torch, sample_triton
 from tests.kernels.support import DEVICE, INTERPRETED, generator, implementations, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # NumPy, in the interpreter
@@ -59,6 +60,8 @@ ROWS: list[Settings] = [
     (1.0, 0, 1.0, 1.0),
 ]
 
+FEW_ROWS = [ROWS[index] for index in (0, 2, 4, 6, 10)]  # of each kind
+
 
 @pytest.mark.parametrize("implementation", implementations(greedy_torch, greedy_triton))
 @pytest.mark.parametrize("columns", [1, 37, 5000])
@@ -97,33 +100,62 @@ def test_equal_logits_are_kept_by_lowest_id(implementation, settings):
 
 
 @pytest.mark.parametrize("implementation", SAMPLERS)
-def test_more_kept_ids_than_the_kernel_gathers(implementation):
-    columns = CANDIDATES + 952
-    logits = 0.01 * randn(2, columns, seed=1)
-    rows = [(1.0, CANDIDATES + 500, 0.9, 0.0), (1.0, 0, 0.9, 0.0)]
+@pytest.mark.parametrize("spread", [0.01, 1.0, 1e6])
+def test_more_kept_ids_than_the_kernel_gathers(implementation, spread):
+    columns = ROOM + 952
+    rows: list[Settings] = [
+        (1.0, ROOM + 500, 0.9, 0.0),
+        (1.0, 0, 0.9, 0.0),
+        (1.0, 40, 1.0, 0.0),
+        (2.0, 40, 0.6, 0.0),
+        (1.0, 0, 1.0, 1e-3),
+        (1.0, 0, 0.999, 1e-3),
+    ]
+    logits = spread * randn(len(rows), columns, seed=1)
+    logits[:, 100:120] = -INFINITY
     arguments = parameters(rows, seed=1)
-    expected = [expected_id(logits[row].cpu(), rows[row], arguments, row, 0) for row in range(2)]
+    expected = [expected_id(logits[row].cpu(), rows[row], arguments, row, 0) for row in range(len(rows))]
     assert implementation(logits, *arguments).tolist() == expected
 
 
 @pytest.mark.parametrize("implementation", SAMPLERS)
+@pytest.mark.parametrize("settings", [(1.0, 0, 0.3, 0.0), (1.0, ROOM + 7, 1.0, 0.0), (1.0, ROOM + 7, 0.25, 0.0)])
+def test_more_equal_logits_than_the_kernel_gathers(implementation, settings):
+    logits = torch.full((2, ROOM + 952), 3.0, device=DEVICE)
+    logits[1, 7::50] = 3.5
+    arguments = parameters([settings] * 2, seed=8)
+    expected = [expected_id(logits[row].cpu(), settings, arguments, row, 0) for row in range(2)]
+    assert implementation(logits, *arguments).tolist() == expected
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16])
+def test_half_precision_and_parameters_by_slot_change_nothing(implementation, dtype):
+    logits = randn(len(FEW_ROWS), 700, seed=3, dtype=dtype)
+    slots = torch.randperm(len(FEW_ROWS), generator=generator(9), device=DEVICE)
+    *by_row, positions = parameters(FEW_ROWS, seed=3)
+    by_slot = [torch.empty_like(each).index_copy_(0, slots, each) for each in by_row]
+    expected = implementation(logits.float(), *by_row, positions)
+    assert implementation(logits, *by_slot, positions, 0, slots.int()).equal(expected)
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
 def test_a_nan_fails_its_row_alone(implementation):
-    logits = randn(len(ROWS), 64, seed=1)
-    arguments = parameters(ROWS, seed=2)
+    logits = randn(len(FEW_ROWS), 64, seed=1)
+    arguments = parameters(FEW_ROWS, seed=2)
     before = implementation(logits, *arguments)
-    logits[4, 63] = torch.nan
-    logits[2, 0] = torch.nan
+    logits[3, 63] = torch.nan
+    logits[1, 0] = torch.nan
     after = implementation(logits, *arguments)
-    assert after[[2, 4]].tolist() == [-2, -2]
-    others = [row for row in range(len(ROWS)) if row not in (2, 4)]
-    assert after[others].equal(before[others])
+    assert after[[1, 3]].tolist() == [-2, -2]
+    assert after[[0, 2, 4]].equal(before[[0, 2, 4]])
 
 
 @pytest.mark.parametrize("implementation", SAMPLERS)
 def test_a_row_does_not_depend_on_its_batch(implementation):
-    logits, arguments = randn(len(ROWS), 300, seed=1), parameters(ROWS, seed=3)
+    logits, arguments = randn(len(FEW_ROWS), 300, seed=1), parameters(FEW_ROWS, seed=3)
     together = implementation(logits, *arguments)
-    alone = [implementation(logits[row : row + 1], *(argument[row : row + 1] for argument in arguments)) for row in range(len(ROWS))]
+    alone = [implementation(logits[row : row + 1], *(argument[row : row + 1] for argument in arguments)) for row in range(len(FEW_ROWS))]
     assert torch.cat(alone).equal(together)
 
 
