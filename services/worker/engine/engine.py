@@ -197,7 +197,7 @@ class TorchEngine:
         if spec.cuda_graphs:
             if not self.sampler.captured:
                 raise ConfigError("sampling_gather: candidates cannot be captured in a CUDA graph: set --cuda-graphs false, or full")
-            self.graphs = Graphs(spec.slots, self.max_step_tokens, self.step, staging, progress)
+            self.graphs = Graphs(spec.slots, self.max_length, self.max_step_tokens, self.step, staging, progress)
         torch.cuda.synchronize()
 
     def _prefill_nobody(self, tokens: int) -> None:

@@ -37,7 +37,13 @@ def mixed_sizes(slots: int) -> list[int]:
 
 class Graphs:
     def __init__(
-        self, slots: int, max_step_tokens: int, step: Callable[[Sections, int, Feature], Tensor], staging: PlanStaging, progress: Progress
+        self,
+        slots: int,
+        max_length: int,
+        max_step_tokens: int,
+        step: Callable[[Sections, int, Feature], Tensor],
+        staging: PlanStaging,
+        progress: Progress,
     ) -> None:
         """step: the sections of a step, the longest prefill chunk, and its features -> its result `[B, ...]`.
 
@@ -47,8 +53,8 @@ class Graphs:
         self._decode_sizes, self._mixed_sizes = decode_sizes(slots), mixed_sizes(slots)
         self._decode: dict[tuple[int, Feature], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._mixed: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._read: list[Sections] = []  # what captured steps read must outlive them
         self._staging = staging
-        staging.clear()
         # The largest first: what it has allocated holds all the others, since only one graph runs at a time.
         decodes = [
             (size, features)
@@ -57,14 +63,19 @@ class Graphs:
             if features in COMMON or number % 4 == 0 or size == 1
         ]
         mixed = [
-            (tokens, rows) for tokens in reversed(PREFILL_SIZES) for rows in reversed(self._mixed_sizes) if tokens + rows <= max_step_tokens
+            (tokens, rows)
+            for tokens in reversed(PREFILL_SIZES)
+            for rows in reversed(self._mixed_sizes)
+            if tokens + rows <= max_step_tokens and tokens <= max_length
         ]
         gc.collect()
         gc.disable()  # a tensor that is freed in the middle of a capture could break it
         try:
             for number, (tokens, rows) in enumerate(mixed):
                 progress("capturing steps", number / len(mixed + decodes))
+                staging.load_nobody(tokens)
                 self._mixed[tokens, rows] = self._capture(self._mixed_sections(tokens, rows), tokens, MIXED)
+            staging.load_nobody(0)
             for number, (size, features) in enumerate(decodes, len(mixed)):
                 progress("capturing steps", number / len(mixed + decodes))
                 self._decode[size, features] = self._capture(decode_sections(staging.decode_slots[:size]), 0, features)
@@ -101,6 +112,7 @@ class Graphs:
         return {**sections, "prefill_flags": staging.prefill["flags"]}
 
     def _capture(self, sections: Sections, max_query: int, features: Feature) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        self._read.append(sections)
         self._step(sections, max_query, features)  # compiles, and lets libraries allocate, which a capture cannot
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

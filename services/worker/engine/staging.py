@@ -47,11 +47,12 @@ class PlanStaging:
         self.prefill_ids, *prefill, self.decode_slots, self.words = self._device.split(self._sizes)  # int32
         self.prefill = dict(zip(("slots", "starts", "lengths", "flags"), prefill, strict=True))
 
-    def clear(self) -> None:
-        """Rows of nobody, one of them with all prefill ids."""
-        for slots in (self.decode_slots, self.prefill["slots"]):
-            slots.fill_(self._padding)
-        self.prefill["lengths"][0] = PREFILL_SIZES[0]
+    def load_nobody(self, prefill_tokens: int) -> None:
+        """Rows of nobody, one of them with so many prefill ids; 0: none."""
+        self.loaded = None
+        for array, value in ((self.decode_slots, self._padding), (self.prefill["slots"], self._padding), (self.prefill["lengths"], 0)):
+            array.fill_(value)
+        self.prefill["lengths"][:1].fill_(prefill_tokens)
 
     def load(self, plan: Plan, words: Int32s) -> None:
         """Makes this the plan that later launches read: one copy. words: the whole of it."""
