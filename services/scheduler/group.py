@@ -17,7 +17,7 @@ from services.scheduler.metrics import EngineMetrics, EngineState
 from services.scheduler.pages import InvariantError
 from services.scheduler.policy import POLICIES, PolicyName
 from services.scheduler.requests import End, Finished, Request
-from services.scheduler.scores import Records, by_row, each
+from services.scheduler.scores import Records, by_row, by_token
 from services.scheduler.slots import Slots, SlotState
 from services.scheduler.steps import Outstanding, StepResult, add_biases, admission
 from services.scheduler.tenants import Tenants
@@ -177,7 +177,7 @@ class Group:
             self._prefill_rate.count(plan.prefill_tokens, step_us / 1e6)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
         self.metrics.plan(plan.decode_rows, plan.prefill_tokens, len(result.ids))
-        records = self._take_prompt_scores(result, plan)
+        records = self._take_prompt_scores(result, plan) if len(result.logprobs) else {}
         for later, ids in zip(range(len(result.ids) - 1, -1, -1), result.ids, strict=True):
             self.metrics.step(plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
             current = self.slots.epoch[plan.slots] == result.slot_epochs
@@ -316,23 +316,21 @@ class Group:
                 self.retire(user, FAILED if user in failed else None, release=user not in failed)
 
     def _take_prompt_scores(self, result: StepResult, plan: Outstanding) -> Records:
-        """Keeps what a result tells of prompts; returns what it tells of completions."""
-        records: Records = {}
+        """Keeps what a result tells of prompts; returns all that it tells."""
         failed = []
-        for row, run in by_row(result.logprobs):
+        for row, run in by_row(result.logprobs[result.logprobs["row"] >= plan.decode_rows]):
             slot = int(plan.slots[row])
             request = self.slots.requests[slot]
             if request is None or request.scores is None or self.slots.epoch[slot] != result.slot_epochs[row]:
                 continue
-            of_prompt = run["position"] < len(request.prompt_ids)
-            records.update(((row, position), record) for position, record in each(run[~of_prompt]))
-            if of_prompt.any():
-                if not request.scores.take_prompt(run[of_prompt]):
+            of_prompt = run[run["position"] < len(request.prompt_ids)]
+            if len(of_prompt):
+                if not request.scores.take_prompt(of_prompt):
                     failed.append(slot)
                 self._updated[request] = None
         if failed:
             self._confirm(result.plan_id, failed)
-        return records
+        return by_token(result.logprobs)
 
     def _take(self, ids: Int32s, plan: Outstanding, current: NDArray[np.bool_], records: Records, now: float) -> None:
         """One iteration. What a plan sent ahead brought for a slot that has been retired or used anew since is dropped.

@@ -7,7 +7,7 @@ import numpy as np
 
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import Logprobs as LogprobsMessage
-from shared.protocol.logprobs import NO_LOGPROBS, NO_TOP_ID, Logprobs
+from shared.protocol.logprobs import LOGPROB, MAX_TOP_LOGPROBS, NO_LOGPROBS, NO_TOP_ID, Logprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,7 @@ class Scores:
     scored: int = 1  # tokens of the prompt that are done with; nothing is known of the first
     first_unsent: int = field(init=False)  # position of the first of `prompt`
     prompt: Logprobs = field(default_factory=NO_LOGPROBS.copy)
-    completion: list[Logprobs] = field(default_factory=list)  # one record each, of the tokens that have not been sent
+    completion: list[bytes] = field(default_factory=list)  # a record each, of the tokens that have not been sent
 
     def __post_init__(self) -> None:
         if self.prompt_top is None:
@@ -49,7 +49,7 @@ class Scores:
         self.prompt = np.concatenate((self.prompt, new))
         return bool(np.isfinite(new["logprob"]).all())
 
-    def take_token(self, record: Logprobs | None) -> None:
+    def take_token(self, record: bytes | None) -> None:
         """Of the completion's next token, which has come. Raises ProtocolError when something is wanted that has not."""
         if self.needs_prompt:
             raise ProtocolError(f"a token came, and log-probabilities of only {self.scored} of {self.prompt_length} prompt tokens")
@@ -62,22 +62,34 @@ class Scores:
         """Up to `most` records, which count as sent, and the position of the first."""
         first, part, self.prompt = self.first_unsent, self.prompt[:most], self.prompt[most:]
         self.first_unsent += len(part)
-        return first, message(part, self.prompt_top or 0)
+        top = min(self.prompt_top or 0, _alternatives(part[:1].tobytes()))
+        return first, LogprobsMessage(
+            values=part["logprob"].tobytes(),
+            top=top,
+            top_ids=part["top_ids"][:, :top].tobytes(),
+            top_values=part["top_logprobs"][:, :top].tobytes(),
+        )
 
     def send_completion(self, most: int) -> LogprobsMessage:
         """Up to `most` records, which count as sent."""
         part, self.completion = self.completion[:most], self.completion[most:]
-        return message(np.concatenate(part), self.top or 0)
+        top = min(self.top or 0, _alternatives(part[0]))
+        return LogprobsMessage(  # of bytes that are there: this is done for every token
+            values=b"".join([record[_VALUE] for record in part]),
+            top=top,
+            top_ids=b"".join([record[_TOP_IDS : _TOP_IDS + 4 * top] for record in part]),
+            top_values=b"".join([record[_TOP_VALUES : _TOP_VALUES + 4 * top] for record in part]),
+        )
 
 
-# Of tokens of completions: by the plan's row and the token's position.
-Records = dict[tuple[int, int], Logprobs]
+# By the plan's row and the token's position: a record each.
+Records = dict[tuple[int, int], bytes]
 
 
-def each(records: Logprobs) -> Iterator[tuple[int, Logprobs]]:
-    """Position and record `[1]` of each token."""
-    for index, position in enumerate(records["position"].tolist()):
-        yield position, records[index : index + 1]
+def by_token(records: Logprobs) -> Records:
+    data, size = records.tobytes(), LOGPROB.itemsize
+    keys = zip(records["row"].tolist(), records["position"].tolist(), strict=True)
+    return {key: data[at : at + size] for key, at in zip(keys, range(0, len(data), size), strict=True)}
 
 
 def by_row(records: Logprobs) -> Iterator[tuple[int, Logprobs]]:
@@ -87,12 +99,18 @@ def by_row(records: Logprobs) -> Iterator[tuple[int, Logprobs]]:
             yield int(part["row"][0]), part
 
 
-def message(records: Logprobs, top: int) -> LogprobsMessage:
-    if len(records):
-        top = min(top, int(np.count_nonzero(records["top_ids"][0] != NO_TOP_ID)))
-    return LogprobsMessage(
-        values=records["logprob"].tobytes(),
-        top=top,
-        top_ids=records["top_ids"][:, :top].tobytes(),
-        top_values=records["top_logprobs"][:, :top].tobytes(),
-    )
+def _alternatives(record: bytes) -> int:
+    """How many likeliest ids it has: fewer than MAX_TOP_LOGPROBS in a vocabulary of fewer."""
+    if record[_TOP_VALUES - 4 : _TOP_VALUES] != _NO_ID:
+        return MAX_TOP_LOGPROBS
+    return int(np.count_nonzero(np.frombuffer(record, dtype=LOGPROB)["top_ids"] != NO_TOP_ID))
+
+
+def _offset(name: str) -> int:
+    assert LOGPROB.fields is not None
+    return int(LOGPROB.fields[name][1])
+
+
+_VALUE = slice(_offset("logprob"), _offset("logprob") + 4)
+_TOP_IDS, _TOP_VALUES = _offset("top_ids"), _offset("top_logprobs")
+_NO_ID = np.int32(NO_TOP_ID).tobytes()

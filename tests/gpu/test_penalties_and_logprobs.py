@@ -12,7 +12,7 @@ from services.scheduler.requests import Request
 from services.worker.engine.engine import TorchEngine
 from shared.protocol.plan import SlotFlag
 from tests.gpu.test_engine import PAGE_SIZE, SLOTS, Checkpoint, captured, driver_of, engine_of, launched, step_of
-from tests.services.joined import Joined, sampled, scored_request
+from tests.services.joined import Joined, completion_scores, sampled, scored_request
 from tests.services.worker.models.checkpoints import VOCAB_SIZE
 
 __all__ = ["captured", "launched"]  # fixtures
@@ -50,7 +50,7 @@ def check(ours: list[Request], theirs: list[Request]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.scores is not None
         assert other.scores is not None
-        a, b = (np.concatenate((each.prompt, *each.completion)) for each in (one.scores, other.scores))
+        a, b = np.concatenate((one.scores.prompt, completion_scores(one))), np.concatenate((other.scores.prompt, completion_scores(other)))
         same = next((index for index, (x, y) in enumerate(zip(one.output, other.output, strict=True)) if x != y), len(one.output))
         count = len(one.scores.prompt) + same
         assert one.output == other.output, f"token {same} of {one.request_id}"

@@ -11,7 +11,7 @@ from services.scheduler.scores import Scores
 from services.scheduler.steps import StepResult
 from services.worker.engine.interface import Engine, Step
 from services.worker.order import LaunchOrder
-from shared.protocol.logprobs import Logprobs
+from shared.protocol.logprobs import Logprobs, logprobs_from_bytes
 from shared.protocol.plan import Int32s, Limits, Plan, PlanFlag, check, decode, encode
 from tests.services.scheduler.build import METRICS, make_request
 
@@ -87,6 +87,12 @@ class Joined:
 
     def _deliver(self, requests: list[Request], now: float) -> None:
         self.ended += [request for request in requests if request.end is not None]
+
+
+def completion_scores(request: Request) -> Logprobs:
+    """Records of its completion's tokens."""
+    assert request.scores is not None
+    return logprobs_from_bytes(b"".join(request.scores.completion))
 
 
 def scored_request(

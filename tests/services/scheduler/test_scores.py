@@ -115,14 +115,14 @@ async def test_log_probabilities_travel_with_their_tokens_and_as_many_alternativ
     harness, request = Harness(), request_with(top=2, prompt_top=1)
     assert request.scores is not None
     assert request.scores.take_prompt(records(1, 2, 3, 4))
-    request.scores.take_token(records(5))
+    request.scores.take_token(records(5).tobytes())
     harness.token(request, 11)
     prompt, tokens = (await harness.batch()).tokens
     assert (prompt.first_position, prompt.prompt_logprobs.top, prompt.ids) == (1, 1, b"")
     assert np.frombuffer(prompt.prompt_logprobs.values, "<f4").tolist() == [-1, -2, -3, -4]
     assert (tokens.first_index, np.frombuffer(tokens.logprobs.values, "<f4").tolist()) == (0, [-5])
     assert np.frombuffer(tokens.logprobs.top_ids, "<i4").tolist() == [0, 1]
-    request.scores.take_token(records(6))
+    request.scores.take_token(records(6).tobytes())
     harness.token(request, 12, after_s=1.0)
     (tokens,) = (await harness.batch()).tokens
     assert (tokens.first_index, np.frombuffer(tokens.logprobs.values, "<f4").tolist()) == (1, [-6])
@@ -131,7 +131,7 @@ async def test_log_probabilities_travel_with_their_tokens_and_as_many_alternativ
 async def test_a_vocabulary_smaller_than_what_is_wanted_gives_all_of_it() -> None:
     harness, request = Harness(), request_with(top=20)
     assert request.scores is not None
-    request.scores.take_token(records(5, vocab_size=7))
+    request.scores.take_token(records(5, vocab_size=7).tobytes())
     harness.token(request, 3)
     (tokens,) = (await harness.batch()).tokens
     assert (tokens.logprobs.top, np.frombuffer(tokens.logprobs.top_ids, "<i4").tolist()) == (7, list(range(7)))
@@ -144,7 +144,7 @@ async def test_a_batch_holds_so_many_and_the_end_comes_last(monkeypatch: pytest.
     assert request.scores is not None
     request.scores.take_prompt(records(1, 2, 3, 4))
     for token in range(4):
-        request.scores.take_token(records(5 + token))
+        request.scores.take_token(records(5 + token).tobytes())
         request.output.append(token)
     request.end = Finished(pb.FINISH_REASON_LENGTH)
     harness.session.update(request)

@@ -15,7 +15,7 @@ from services.scheduler.requests import Request
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.logprobs import of_all, of_columns
 from shared.protocol.logprobs import MAX_TOP_LOGPROBS, NO_TOP_ID
-from tests.services.joined import Joined, sampled, scored_request
+from tests.services.joined import Joined, completion_scores, sampled, scored_request
 from tests.services.scheduler.build import make_request
 from tests.services.worker.engine.test_sampling import on_ranks
 from tests.tiny import tiny_model
@@ -61,7 +61,7 @@ def expected(reference: Any, request: Request) -> torch.Tensor:
 def check(reference: Any, request: Request) -> None:
     values, scores = expected(reference, request), request.scores
     assert scores is not None
-    records = np.concatenate((scores.prompt, *scores.completion))
+    records = np.concatenate((scores.prompt, completion_scores(request)))
     ids = torch.tensor([*request.prompt_ids.tolist(), *request.output])
     first = 1 if scores.prompt_top is not None else len(request.prompt_ids)
     last = len(ids) if scores.top is not None else len(request.prompt_ids)
@@ -122,9 +122,7 @@ def test_pfx_01_the_cache_changes_neither_tokens_nor_logprobs(engine: TorchEngin
     assert sum(request.cached_tokens or 0 for request in warm) > 1000
     for without, having in zip(cold, warm, strict=True):
         assert without.output == having.output
-        assert without.scores is not None
-        assert having.scores is not None
-        a, b = np.concatenate(without.scores.completion), np.concatenate(having.scores.completion)
+        a, b = completion_scores(without), completion_scores(having)
         np.testing.assert_allclose(a["logprob"], b["logprob"], rtol=0, atol=SAME)
         np.testing.assert_allclose(a["top_logprobs"], b["top_logprobs"], rtol=0, atol=SAME)
 
@@ -190,8 +188,7 @@ def test_lpb_06_values_do_not_depend_on_how_tokens_are_sampled(engine: TorchEngi
             joined.submit(request)
             joined.run(request)
             assert request.output.tolist() == [token]
-            assert request.scores is not None
-            found.append(request.scores.completion[0]["logprob"][0])
+            found.append(completion_scores(request)["logprob"][0])
             sequence = [*sequence, token]
         return np.array(found)
 
@@ -206,8 +203,7 @@ def test_the_chosen_of_a_greedy_row_is_the_likeliest(engine: TorchEngine) -> Non
     request = scored_request(1, [5, 6, 7, 8], 20)
     joined.submit(request)
     joined.run(request)
-    assert request.scores is not None
-    records = np.concatenate(request.scores.completion)
+    records = completion_scores(request)
     assert records["top_ids"][:, 0].tolist() == request.output.tolist()
     np.testing.assert_array_equal(records["top_logprobs"][:, 0], records["logprob"])
     assert all((tops[:-1] >= tops[1:]).all() for tops in records["top_logprobs"])
@@ -243,5 +239,4 @@ def test_lpb_06_greedy_values_are_no_zeros(engine: TorchEngine) -> None:
     request = sampled(scored_request(1, [5, 6, 7, 8], 10), temperature=0.0)
     joined.submit(request)
     joined.run(request)
-    assert request.scores is not None
-    assert (np.concatenate(request.scores.completion)["logprob"] < 0).any()
+    assert (completion_scores(request)["logprob"] < 0).any()
