@@ -102,23 +102,19 @@ def test_logprobs_and_prompt_scores_equal_transformers_cold_and_warm(engine: Tor
 
 
 def test_pfx_01_the_cache_changes_neither_tokens_nor_logprobs(engine: TorchEngine) -> None:
-    def conversations() -> list[Request]:
-        requests = []
-        for prefix_cache in (False, True):
-            joined = Joined(engine, PAGE_SIZE, max_step_tokens=40, prefix_cache=prefix_cache)
-            requests = [scored_request(number, prompt, 5) for number, prompt in enumerate(prompts(40))]
-            for start in range(0, 40, 8):
-                joined.submit(*requests[start : start + 8])
-                joined.run(*requests[start : start + 8])
-            turns = [scored_request(100 + each.key.request, [*each.prompt_ids.tolist(), *each.output, 5, 6], 4) for each in requests]
-            joined.submit(*turns)
-            joined.run(*turns)
-            runs.append(requests + turns)
-        return requests
+    def conversations(prefix_cache: bool) -> list[Request]:
+        """Two turns of each, in another order each time, eight at once."""
+        joined, order = Joined(engine, PAGE_SIZE, max_step_tokens=40, prefix_cache=prefix_cache), np.random.default_rng(prefix_cache)
+        requests = [scored_request(number, prompt, 5) for number, prompt in enumerate(prompts(40))]
+        for some in np.split(order.permutation(40), 5):
+            joined.submit(*(requests[number] for number in some))
+            joined.run(*(requests[number] for number in some))
+        turns = [scored_request(100 + each.key.request, [*each.prompt_ids.tolist(), *each.output, 5, 6], 4) for each in requests]
+        joined.submit(*(turns[number] for number in order.permutation(40)))
+        joined.run(*turns)
+        return requests + turns
 
-    runs: list[list[Request]] = []
-    conversations()
-    cold, warm = runs
+    cold, warm = conversations(False), conversations(True)
     assert sum(request.cached_tokens or 0 for request in warm) > 1000
     for without, having in zip(cold, warm, strict=True):
         assert without.output == having.output
