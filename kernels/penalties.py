@@ -4,9 +4,15 @@ B rows, S slots, L columns of logits: the vocabulary ids from `first` on, N ids 
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import pdl_options
+
 IN_PROMPT = 1 << 30  # of a count: the id is in the prompt; the bits below say how often it was generated
+TILE = 2048  # columns of a program
+IDS = 256  # to count, of a program
 
 
 def penalise(
@@ -25,18 +31,24 @@ def penalise(
 
     In this order: biases are added; a logit of an id that prompt or completion hold is divided by repetition, or multiplied when it is
     below 0; frequency is subtracted as often as the id was generated, and presence once if it was. A slot with presence 0, frequency 0,
-    repetition 1 and no bias keeps its rows bit for bit, whatever its counts.
+    repetition 1 and no bias keeps its rows bit for bit, whatever its counts. Raises ValueError if logits or counts are not contiguous.
     """
-    penalise_torch(logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, first)
+    if not (logits.is_contiguous() and counts.is_contiguous()):
+        raise ValueError(f"logits and counts must be contiguous, got strides {logits.stride()} and {counts.stride()}")
+    implementation = penalise_triton if logits.is_cuda else penalise_torch
+    implementation(logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, first)
 
 
 def count(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, first: int = 0) -> None:
     """counts `[S, L]` int32, in place; slots `[N]` int32 or int64, ids `[N]` int32, in_prompt `[N]` bool: of the prompt, not generated.
 
     A pair of slot and id may come more than once. Ids outside `[first, first + L)`, negative ones too, are not counted. Of a slot, no
-    prompt ids may come after generated ones.
+    prompt ids may come after generated ones. Raises ValueError if counts are not contiguous.
     """
-    count_torch(counts, slots, ids, in_prompt, first)
+    if not counts.is_contiguous():
+        raise ValueError(f"counts must be contiguous, got strides {counts.stride()}")
+    implementation = count_triton if counts.is_cuda else count_torch
+    implementation(counts, slots, ids, in_prompt, first)
 
 
 def penalise_torch(
@@ -69,3 +81,80 @@ def count_torch(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, f
     flat = counts.view(-1)
     flat.scatter_reduce_(0, places, (inside & in_prompt).int() * IN_PROMPT, "amax")
     flat.scatter_add_(0, places, (inside & ~in_prompt).int())
+
+
+def penalise_triton(
+    logits: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+    bias_ids: Tensor,
+    bias_values: Tensor,
+    first: int = 0,
+) -> None:
+    (rows, columns), biases = logits.shape, bias_ids.shape[1]
+    if rows:
+        _penalise_kernel[(triton.cdiv(columns, TILE), rows)](
+            logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, columns, biases, first, IN_PROMPT, TILE,
+            triton.next_power_of_2(max(biases, 1)), num_warps=8, **pdl_options(logits.device),
+        )  # fmt: skip
+
+
+def count_triton(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, first: int = 0) -> None:
+    number = len(ids)
+    if number:
+        _count_kernel[(triton.cdiv(number, IDS),)](
+            counts, slots, ids, in_prompt, number, counts.shape[1], first, IN_PROMPT, IDS, num_warps=4, **pdl_options(counts.device)
+        )
+
+
+@triton.jit
+def _penalise_kernel(
+    logits_ptr, slots_ptr, counts_ptr, presence_ptr, frequency_ptr, repetition_ptr, bias_ids_ptr, bias_values_ptr,
+    columns, biases, first, IN_PROMPT: tl.constexpr, TILE: tl.constexpr, BIASES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    row_ptr = logits_ptr + row * columns
+    bias = tl.arange(0, BIASES_BLOCK)
+    bias_ids = tl.load(bias_ids_ptr + slot * biases + bias, mask=bias < biases, other=-1)
+    biased = bias_ids - first
+    here = (bias_ids >= 0) & (biased >= tile * TILE) & (biased < tl.minimum(tile * TILE + TILE, columns))
+    if tl.max(here.to(tl.int32), axis=0) > 0:
+        values = tl.load(bias_values_ptr + slot * biases + bias, mask=here, other=0.0)
+        tl.store(row_ptr + biased, tl.load(row_ptr + biased, mask=here, other=0.0) + values, mask=here)
+        tl.debug_barrier()  # other threads read what was stored
+    presence, frequency, repetition = tl.load(presence_ptr + slot), tl.load(frequency_ptr + slot), tl.load(repetition_ptr + slot)
+    if (presence != 0) | (frequency != 0) | (repetition != 1):
+        column = tile * TILE + tl.arange(0, TILE)
+        inside = column < columns
+        logits = tl.load(row_ptr + column, mask=inside, other=0.0)
+        counted = tl.load(counts_ptr + slot * columns + column, mask=inside, other=0)
+        generated = counted & (IN_PROMPT - 1)
+        factor = tl.where(counted > 0, repetition, 1.0)
+        logits = tl.where(logits > 0, tl.div_rn(logits, factor), logits * factor)
+        logits -= generated * frequency + tl.where(generated > 0, presence, 0.0)
+        tl.store(row_ptr + column, logits, mask=inside & (counted != 0))
+
+
+@triton.jit
+def _count_kernel(
+    counts_ptr, slots_ptr, ids_ptr, in_prompt_ptr, number, columns, first, IN_PROMPT: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    index = tl.program_id(0) * IDS + tl.arange(0, IDS)
+    inside = index < number
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    column = tl.load(ids_ptr + index, mask=inside, other=-1) - first
+    inside &= (column >= 0) & (column < columns)
+    place = counts_ptr + tl.load(slots_ptr + index, mask=inside, other=0).to(tl.int64) * columns + column
+    in_prompt = tl.load(in_prompt_ptr + index, mask=inside, other=0) != 0
+    # Of integers, so in whatever order: the result is the same.
+    tl.atomic_or(place, tl.full([IDS], IN_PROMPT, tl.int32), mask=inside & in_prompt, sem="relaxed")
+    tl.atomic_add(place, 1, mask=inside & (in_prompt == 0), sem="relaxed")

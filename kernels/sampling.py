@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.filters import ROOM, WARPS, choose_filtered, is_filtered
+from kernels.filters import choose_filtered, is_filtered
 from kernels.launch import pdl_options
 from kernels.noise import gumbel, gumbel_block
+from kernels.search import ROOM, WARPS
 
 GREEDY_BELOW = tl.constexpr(1e-5)  # temperature under which a row is greedy: dividing by less overflows float32
 FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN

@@ -22,7 +22,10 @@ from kernels import (
     early_end,
     embedding,
     launch,
+    linear,
+    logprobs,
     moe,
+    penalties,
     plan_unpack,
     prefill_attention,
     rms_norm,
@@ -137,6 +140,32 @@ def state() -> None:
     early_end.forbid_early_end_triton(zeros(9, 32, dtype=torch.float32), slots, flags, stop_ids, eos_ids, slots, slots)
 
 
+def logit_changes() -> None:
+    logits, number, slots = zeros(4, 151936, dtype=torch.float32), zeros(9, dtype=torch.float32), int32(4)
+    penalties.penalise_triton(logits, slots, int32(9, 151936), number, number, number, int32(9, 300), zeros(9, 300, dtype=torch.float32))
+    penalties.count_triton(int32(9, 151936), int32(300), int32(300), torch.zeros(300, dtype=torch.bool))
+
+
+def logprob_parts() -> None:
+    for k in (0, 20):
+        logprobs.logprobs_triton(zeros(4, 151936), int32(4), k)
+
+
+def few_row_products(columns: int, size: int) -> None:
+    """One of each kind: a row without tensor cores, in one step and in several, and tiles of 16, 32 and 64 rows, with shares."""
+    bias = zeros(2 * columns)
+    for tuned in (
+        linear.Config(1, 8, 1024, 1, 4, 1, 0),
+        linear.Config(1, 8, 512, 2, 4, 3, 1),
+        linear.Config(16, 16, 256, 2, 4, 3, 4),
+        linear.Config(32, 32, 128, 1, 4, 5, 0),
+        linear.Config(64, 64, 128, 1, 8, 3, 8),
+    ):
+        x, weight = zeros(min(tuned.row_block, 33), size), zeros(2 * columns, size)
+        linear.linear_triton(x, weight[:columns], bias, tuned)
+        linear.gated_linear_triton(x, weight, None, tuned)
+
+
 def samplers() -> None:
     logits, number = zeros(4, 151936, dtype=torch.float32), zeros(4, dtype=torch.float32)
     sampling.greedy_triton(logits)
@@ -159,6 +188,9 @@ def samplers() -> None:
         (mixture, (256,)),
         (mixture, (1024,)),
         (samplers, ()),
+        (logit_changes, ()),
+        (logprob_parts, ()),
+        (few_row_products, (3072, 1024)),
     ],
 )
 def test_compiles_within_registers_and_shared_memory(

@@ -2,13 +2,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.penalties import IN_PROMPT, count_torch, penalise_torch
-from tests.kernels.support import DEVICE, INTERPRETED, generator, randn
+from kernels.penalties import IN_PROMPT, count_torch, count_triton, penalise_torch, penalise_triton
+from tests.kernels.support import DEVICE, generator, implementations, randn
 
 SLOTS, BIASES = 6, 4
 PENALTIES = [(0.0, 0.0, 1.0), (1.5, 0.0, 1.0), (0.0, -0.7, 1.0), (0.0, 0.0, 1.3), (-2.0, 0.25, 0.5), (0.3, 2.0, 1.0)]  # by slot
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="the references run without the interpreter")
+PAIRS = list(zip(implementations(penalise_torch, penalise_triton), implementations(count_torch, count_triton), strict=True))
 
 
 def expected_logits(logits: Tensor, prompt: list[int], output: list[int], slot: int, bias: dict[int, float], first: int) -> list[float]:
@@ -24,8 +24,9 @@ def expected_logits(logits: Tensor, prompt: list[int], output: list[int], slot: 
     return values
 
 
-@pytest.mark.parametrize("columns, first", [(1, 0), (37, 0), (1000, 0), (129, 129), (64, 500)])
-def test_penalties_equal_a_count_by_hand(columns: int, first: int) -> None:
+@pytest.mark.parametrize("penalise, count", PAIRS)
+@pytest.mark.parametrize("columns, first", [(1, 0), (37, 0), (2500, 0), (129, 129), (64, 500)])
+def test_penalties_equal_a_count_by_hand(penalise, count, columns: int, first: int) -> None:
     random = generator(columns)
     counts = torch.zeros(SLOTS, columns, dtype=torch.int32, device=DEVICE)
     bias_ids = torch.full((SLOTS, BIASES), -1, dtype=torch.int32, device=DEVICE)
@@ -36,7 +37,7 @@ def test_penalties_equal_a_count_by_hand(columns: int, first: int) -> None:
         ids = torch.cat((prompt, output))
         in_prompt = torch.arange(len(ids), device=DEVICE) < len(prompt)
         for part in (slice(0, 30), slice(30, None)):  # chunks of a prefill
-            count_torch(counts, torch.full_like(ids[part], slot), ids[part].int(), in_prompt[part], first)
+            count(counts, torch.full_like(ids[part], slot), ids[part].int(), in_prompt[part], first)
         sequences.append((prompt.tolist(), output.tolist()))
         used = torch.randperm(first + columns + 5, generator=random, device=DEVICE)[: slot % (BIASES + 1)]
         bias_ids[slot, : len(used)], bias_values[slot, : len(used)] = used.int(), randn(len(used), seed=slot)
@@ -45,18 +46,20 @@ def test_penalties_equal_a_count_by_hand(columns: int, first: int) -> None:
     logits = randn(len(slots), columns, seed=columns)
     logits[:, columns // 2] = -torch.inf
     before = logits.clone()
-    presence, frequency, repetition = torch.tensor(PENALTIES, device=DEVICE).T
-    penalise_torch(logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, first)
+    presence, frequency, repetition = torch.tensor(PENALTIES, device=DEVICE).T.contiguous()
+    penalise(logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, first)
     for row, slot in enumerate(slots.tolist()):
-        expected = expected_logits(before[row], *sequences[slot], slot, biases[slot], first)
+        prompt, output = sequences[slot]
+        expected = expected_logits(before[row], prompt, output, slot, biases[slot], first)
         torch.testing.assert_close(logits[row].double(), torch.tensor(expected, dtype=torch.float64, device=DEVICE), rtol=1e-5, atol=1e-5)
     assert torch.equal(logits[1], before[1])
 
 
-def test_only_ids_of_these_columns_are_counted() -> None:
+@pytest.mark.parametrize("count", [count for _, count in PAIRS])
+def test_only_ids_of_these_columns_are_counted(count) -> None:
     counts = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
     ids = torch.tensor([-1, -2, 3, 4, 7, 8, 4, 4, 4], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1, 0], dtype=torch.int32, device=DEVICE)
     in_prompt = torch.tensor([0, 0, 0, 1, 0, 1, 0, 0, 0], dtype=torch.bool, device=DEVICE)
-    count_torch(counts, slots, ids, in_prompt, first=4)
+    count(counts, slots, ids, in_prompt, first=4)
     assert counts.tolist() == [[1, 0, 0, 0], [IN_PROMPT + 2, 0, 0, 1]]

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.filters import ROOM
 from kernels.noise import gumbel
 from kernels.sampling import FAILED, greedy_torch, greedy_triton, sample_torch, sample_triton
+from kernels.search import ROOM
 from tests.kernels.support import DEVICE, INTERPRETED, generator, implementations, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # NumPy, in the interpreter
