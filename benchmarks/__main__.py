@@ -201,7 +201,13 @@ def _tune(
 
 
 def _options(device: str, quick: bool, limit_s: float, worker: list[str]) -> Options:
-    settings = dict(setting.partition("=")[::2] for setting in worker)
+    """Raises ConfigError for a setting without a value."""
+    settings: dict[str, str | int] = {}
+    for setting in worker:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"worker: NAME=VALUE, got {setting}")
+        settings[name] = int(value) if value.isdecimal() else value
     return Options(device, quick, limit_s, settings)
 
 

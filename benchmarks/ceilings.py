@@ -19,6 +19,10 @@ class Ceilings(NamedTuple):
     matrix: float  # operations a second of products in bursts of some milliseconds, bfloat16 on a GPU and float32 on a CPU
     sustained: float  # of products that go on for seconds
 
+    def times(self, devices: int) -> "Ceilings":
+        """Of so many devices."""
+        return Ceilings(*(devices * each for each in self))
+
     def __str__(self) -> str:
         products = f"{self.matrix / 1e12:.4g} TFLOP/s in a burst, {self.sustained / 1e12:.4g} sustained"
         return f"reading {self.read / 1e12:.3g} TB/s; products {products}"

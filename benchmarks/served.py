@@ -46,24 +46,25 @@ class Steps:
 
     decode_s: float  # of iterations without prefill rows, on the device, as the rank sees it; `decodes` is their number
     decodes: float
-    busy_s: float
+    busy_s: float  # of a group, on average
 
 
 @dataclass
 class Served:
-    """`name` is a shape's or a folder's; `ceilings` are of this run."""
+    """`name` is a shape's or a folder's; `ceilings` are of this run, of all its GPUs together."""
 
     name: str
     llm: LLM
     shape: Shape
     ceilings: Ceilings
     gpu: str
+    gpus: int
     deadline: float  # on the monotonic clock
 
     @property
     def peers(self) -> Peers | None:
-        """Other engines' figures for this model, where they can be compared: on their GPU."""
-        return PEERS.get(self.name) if GPU in self.gpu else None
+        """Other engines' figures for this model, where they can be compared: on one GPU, theirs."""
+        return PEERS.get(self.name) if GPU in self.gpu and self.gpus == 1 else None
 
     @property
     def over(self) -> bool:
@@ -84,19 +85,22 @@ class Served:
         return elapsed
 
     def steps(self) -> Steps:
-        """Of this moment."""
-        text = httpx.get(f"http://127.0.0.1:{self.llm.admin_ports['worker']}/metrics", trust_env=False).raise_for_status().text
+        """Of this moment, all groups together."""
         found = {"decode_s": 0.0, "decodes": 0.0, "busy_s": 0.0}
         names = {
             ("lockstep_worker_step_seconds_sum", "decode"): "decode_s",
             ("lockstep_worker_step_seconds_count", "decode"): "decodes",
             ("lockstep_worker_busy_seconds_total", None): "busy_s",
         }
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                name = names.get((sample.name, sample.labels.get("kind")))
-                if name is not None:
-                    found[name] += sample.value
+        workers = [port for service, port in self.llm.admin_ports.items() if service.startswith("worker")]
+        for port in workers:
+            text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).raise_for_status().text
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    name = names.get((sample.name, sample.labels.get("kind")))
+                    if name is not None:
+                        found[name] += sample.value
+        found["busy_s"] /= len(workers)
         return Steps(**found)
 
     def check(self, prompts: Prompts) -> float:
@@ -147,4 +151,5 @@ def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int
         (Path(folder) / "config.json").write_text(json.dumps(config))
         with LLM(folder, **settings) as llm:
             name = model if source.stem == model else Path(model).name
-            yield Served(name, llm, Shape.from_config(config), ceilings, gpu, start + options.limit_s)
+            gpus = int(options.worker.get("tensor_parallel_size", 1)) * int(options.worker.get("groups", 1))
+            yield Served(name, llm, Shape.from_config(config), ceilings.times(gpus), gpu, gpus, start + options.limit_s)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Int32s
 Setting = str | int | float | bool | Path | None
 
 FILES_TIMEOUT_S = 60.0

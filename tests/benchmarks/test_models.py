@@ -77,7 +77,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     script = folder / "script.json"
     script.write_text(json.dumps({"default": {"ids": [40, 41, 42, 43], "repeat": True}}))
     with LLM(folder, engine="scripted", script=script, progress=False) as llm:
-        yield Served("scripted", llm, Shape.from_config(tiny.CONFIG), ONE, "none", time.monotonic() + 60)
+        yield Served("scripted", llm, Shape.from_config(tiny.CONFIG), ONE, "none", 1, time.monotonic() + 60)
 
 
 def test_decoding_that_differs_from_prefilling_is_an_error(scripted: Served) -> None:
@@ -86,7 +86,7 @@ def test_decoding_that_differs_from_prefilling_is_an_error(scripted: Served) -> 
 
 
 def test_lines_that_do_not_fit_into_the_time_are_left_out(scripted: Served) -> None:
-    late = Served(scripted.name, scripted.llm, scripted.shape, ONE, "none", deadline=time.monotonic())
+    late = Served(scripted.name, scripted.llm, scripted.shape, ONE, "none", 1, deadline=time.monotonic())
     (line,) = measure_decode(late, [1], 5, 2, 1, {})
     assert line[:3] == ("scripted", 1, None)
     assert line[-1] == "no time left"
