@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import json
 import logging
 import re
 import time
@@ -19,7 +20,8 @@ from services.gateway.access import Access
 from services.gateway.errors import ClientGone, InvalidRequest, MethodNotAllowed, NotFound, Overloaded, RequestError, Unauthorized
 from services.gateway.generation import RETRY_AFTER_S
 from services.gateway.metrics import CLIENT_CLOSED_REQUEST, GatewayMetrics
-from services.gateway.openai import chat, completions, models
+from services.gateway.openai import chat, completions, models, tokens
+from services.gateway.openai.document import document
 from services.gateway.openai.errors import error_response, status_of
 from services.gateway.openai.service import Gateway
 from services.gateway.page import routes as page
@@ -34,13 +36,15 @@ REQUEST_ID = re.compile(r"[0-9A-Za-z._:/+=-]{1,128}")  # others are replaced: th
 
 def create_app(gateway: Gateway, access: Access) -> ASGIApp:
     """The application of a gateway."""
-    app = FastAPI(openapi_url=None, redirect_slashes=False)  # bodies are read by hand: a generated schema would say nothing
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.state.gateway = gateway
-    for module in (chat, completions, models):
+    for module in (chat, completions, models, tokens):
         app.include_router(module.router)
     if gateway.settings.page:
         app.include_router(page.router())
     app.add_api_route("/status", Status(gateway).answer, methods=["GET"])
+    described = json.dumps(document(gateway.settings.served_model_name))
+    app.add_api_route("/openapi.json", lambda: Response(described, media_type="application/json"), methods=["GET"])
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)

@@ -14,7 +14,8 @@ from shared.metrics import LATENCY_BUCKETS, TOKEN_DELAY_BUCKETS, TOKEN_LATENCY_B
 UNKNOWN_MODEL = "unknown"
 OTHER_ENDPOINT = "other"
 GENERATION_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-ENDPOINTS = frozenset((*GENERATION_ENDPOINTS, "/v1/models", "/health", "/version"))
+TOKEN_ENDPOINTS = ("/v1/chat/completions/render", "/tokenize", "/detokenize", "/tokenizer_info")
+ENDPOINTS = frozenset((*GENERATION_ENDPOINTS, *TOKEN_ENDPOINTS, "/v1/models", "/health", "/version"))
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for requests whose clients have gone: nobody gets it
 CODES = (200, 400, 401, 404, 405, 413, 429, CLIENT_CLOSED_REQUEST, 500, 503, 504)  # of generation requests, there from the start
 REJECTIONS = {429: "overloaded", 503: "unavailable", 504: "timeout"}

@@ -8,22 +8,37 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, Field
+
 from services.gateway.text.tokenizer import TextTokenizer
 from shared import rpc
-from shared.errors import ProtocolError
+from shared.errors import ConfigError, ProtocolError
 from shared.protocol import files
 from shared.protocol.files import ModelFile
 from shared.protocol.generation_pb2 import GenerationDescribeRequest, GenerationDescribeResponse, GenerationFilesRequest
 from shared.protocol.generation_pb2_grpc import GenerationStub
+from shared.protocol.plan import MAX_REPETITION
 
 logger = logging.getLogger(__name__)
 
 FILES_TIMEOUT_S = 60.0
 MANIFEST = "manifest.json"  # of a cached folder: file names to SHA-256
+GENERATION_CONFIG = "generation_config.json"
 MAX_CACHED = 8  # folders, one for each model
+
+
+class SamplingDefaults(BaseModel):
+    """The fields of generation_config.json that requests have too."""
+
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION, le=MAX_REPETITION)
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,7 @@ class Model:
     max_length: int  # tokens of prompt and completion together
     eos_ids: frozenset[int]
     tokenizer: TextTokenizer
+    sampling_defaults: Mapping[str, float]  # of what a request leaves out, by field; else the API's own
 
 
 async def describe(stub: GenerationStub) -> GenerationDescribeResponse:
@@ -44,7 +60,7 @@ async def describe(stub: GenerationStub) -> GenerationDescribeResponse:
     return answer
 
 
-async def load(stub: GenerationStub, description: GenerationDescribeResponse) -> Model:
+async def load(stub: GenerationStub, description: GenerationDescribeResponse, *, apply_generation_config: bool) -> Model:
     """The described model, its files from the cache or else from the scheduler."""
     folder = await asyncio.to_thread(_cached, description.fingerprint)
     if folder is None:
@@ -54,14 +70,38 @@ async def load(stub: GenerationStub, description: GenerationDescribeResponse) ->
     tokenizer = await asyncio.to_thread(TextTokenizer, folder, description.max_length)
     if tokenizer.chat_template is None:
         logger.warning("the model has no chat template: /v1/chat/completions will refuse every request")
+    suggested = await asyncio.to_thread(_sampling_defaults, folder)
+    if suggested:
+        found = ", ".join(f"{name}={value}" for name, value in suggested.items())
+        logger.info(
+            "generation_config.json: %s, %s", found, "which are defaults now" if apply_generation_config else "which are not applied"
+        )
     logger.info("serving model %s with a context of %d tokens", description.fingerprint[:12], description.max_length)
-    return Model(description.fingerprint, description.vocab_size, description.max_length, frozenset(description.eos_ids), tokenizer)
+    return Model(
+        description.fingerprint,
+        description.vocab_size,
+        description.max_length,
+        frozenset(description.eos_ids),
+        tokenizer,
+        suggested if apply_generation_config else {},
+    )
 
 
 def cache_folder() -> Path:
     """Where model files are kept between starts: a folder for each fingerprint."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "lockstep" / "files"
+
+
+def _sampling_defaults(folder: Path) -> dict[str, float]:
+    """What the model's authors suggest. Raises ConfigError for a file that cannot be read or a value that no request may have."""
+    try:
+        config = json.loads((folder / GENERATION_CONFIG).read_text())
+        return SamplingDefaults.model_validate(config).model_dump(exclude_none=True)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"the model's {GENERATION_CONFIG} is not usable: {error}") from error
 
 
 def _cached(fingerprint: str) -> Path | None:

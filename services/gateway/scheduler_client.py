@@ -54,16 +54,24 @@ class SchedulerClient:
     """
 
     def __init__(
-        self, targets: Sequence[str], max_unread_tokens: int, wait_s: float, on_resubmit: Callable[[Cause], None], tls: Path | None = None
+        self,
+        targets: Sequence[str],
+        max_unread_tokens: int,
+        wait_s: float,
+        on_resubmit: Callable[[Cause], None],
+        tls: Path | None = None,
+        *,
+        apply_generation_config: bool = False,
     ) -> None:
         """targets: `host:port` of each scheduler, of which one leads. on_resubmit: told of every attempt after the first.
 
-        tls: see `shared.tls`.
+        tls: see `shared.tls`. apply_generation_config: the model's files say what requests leave out.
         """
         self.model: Model | None = None  # of the last session
         self._targets, self._tls = targets, tls
         self._max_unread_tokens, self._wait_s = max_unread_tokens, wait_s
         self._on_resubmit = on_resubmit
+        self._apply_generation_config = apply_generation_config
         self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._highest_epoch = 0
         self._outbox: Outbox | None = None  # of the session that is up
@@ -171,7 +179,7 @@ class SchedulerClient:
         """One session, to its end."""
         if self.model is None or self.model.fingerprint != description.fingerprint:
             self._fail_all("the model has changed: try again")  # what has come are ids of another one
-            self.model = await models.load(stub, description)
+            self.model = await models.load(stub, description, apply_generation_config=self._apply_generation_config)
         outbox: Outbox = rpc.Outbox(lambda: GenerationSessionRequest(heartbeat=SessionHeartbeat()))
         hello = SessionHello(protocol_version=rpc.PROTOCOL_VERSION, gateway=self._name, highest_epoch=self._highest_epoch)
         outbox.put(GenerationSessionRequest(hello=hello))

@@ -60,7 +60,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event, limits: Limits |
     schedulers = ",".join(settings.scheduler)
     metrics = GatewayMetrics(settings.served_model_name[0], schedulers, registry)
     scheduler = SchedulerClient(
-        settings.scheduler, settings.max_unread_tokens, settings.scheduler_wait_s, metrics.resubmitted, settings.tls_folder
+        settings.scheduler,
+        settings.max_unread_tokens,
+        settings.scheduler_wait_s,
+        metrics.resubmitted,
+        settings.tls_folder,
+        apply_generation_config=settings.generation_config == "apply",
     )
     metrics.watch(lambda: scheduler.is_up)
 

@@ -1,7 +1,7 @@
 """Settings of the gateway."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -28,6 +28,9 @@ class GatewaySettings(Settings):
     scheduler_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no scheduler leads.")
     served_model_name: list[Name] = Field(
         min_length=1, max_length=32, description="A name that clients may ask for; repeat it for aliases. The first is the default."
+    )
+    generation_config: Literal["ignore", "apply"] = Field(
+        "ignore", description="apply: the model's generation_config.json gives the temperature and so on that a request leaves out."
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="A larger request body is answered 413.")
     max_bodies_bytes: int = Field(256 << 20, ge=1024, description="Bodies being read in this process, all together; more are answered 429.")

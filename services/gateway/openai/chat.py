@@ -19,7 +19,7 @@ from services.gateway.openai.service import JSON
 from services.gateway.openai.sse import event, to_json
 from services.gateway.openai.submission import submits
 from services.gateway.openai.tools import may_call, template_calls, template_id, template_tools
-from services.gateway.openai.validation import check_chat
+from services.gateway.openai.validation import chat_request
 
 router = APIRouter()
 
@@ -27,7 +27,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation."""
-    gateway, body, model = await service.opened(request, ChatRequest, check_chat)
+    gateway, body, model = await service.opened(request, chat_request)
     dialect = gateway.dialect(model)
     prompt = await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, conversation(body, dialect))
     max_tokens = body.max_completion_tokens or body.max_tokens

@@ -16,7 +16,7 @@ from services.gateway.openai.schemas import CompletionRequest
 from services.gateway.openai.service import JSON
 from services.gateway.openai.sse import event, to_json
 from services.gateway.openai.submission import submits
-from services.gateway.openai.validation import check_completion
+from services.gateway.openai.validation import completion_request
 from services.gateway.text.tokenizer import TextTokenizer
 
 router = APIRouter()
@@ -25,7 +25,7 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
     """Continues one or several prompts."""
-    gateway, body, model = await service.opened(request, CompletionRequest, check_completion)
+    gateway, body, model = await service.opened(request, completion_request)
     prompts = await gateway.in_thread(request, _encode, model.tokenizer, body.prompts)
     messages = submits(body, model, prompts, body.max_tokens, "prompt", request)
     echoes = await gateway.in_thread(request, _echoes, model.tokenizer, body.prompts, prompts) if body.echo else []

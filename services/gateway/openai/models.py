@@ -26,4 +26,6 @@ async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _card(gateway: Gateway, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": gateway.created, "owned_by": "lockstep"}
+    model = gateway.scheduler.model
+    context = model.max_length if model else None  # not known before the first session
+    return {"id": name, "object": "model", "created": gateway.created, "owned_by": "lockstep", "max_model_len": context}

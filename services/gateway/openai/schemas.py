@@ -20,10 +20,17 @@ INT32_MAX = 2**31 - 1
 TEXT, PARTS, TEXTS, IDS, ID_LISTS, OBJECT = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>", "<object>"
 
 
+def _tell_of_null(schema: dict[str, Any]) -> None:
+    """In the OpenAPI document: what may be left out may also be null."""
+    for name, value in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in value.get("anyOf", ()):
+            schema["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+
+
 class Body(BaseModel):
     """The base of everything in a request."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, json_schema_extra=_tell_of_null)
 
     @model_validator(mode="before")
     @classmethod
@@ -128,13 +135,13 @@ class ModelRequest(Body):
     """What every route with a body takes."""
 
     model: Annotated[str, Field(min_length=1)] | None = None
-    stream: bool = False
 
 
 class GenerationRequest(ModelRequest):
     """What both endpoints of generation take."""
 
     model: str = Field(min_length=1)
+    stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -274,3 +281,23 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompt_scores(self) -> int | None:
         return self.logprobs if self.echo else None
+
+
+class TokenizeRequest(ModelRequest):
+    """POST /tokenize, of a plain prompt."""
+
+    prompt: str
+    add_special_tokens: bool = Field(True, description="What the tokenizer puts before a prompt, such as BOS.")
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ConversationRequest, ModelRequest):
+    """POST /tokenize, of a conversation."""
+
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(ModelRequest):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[int], Field(fail_fast=True)]

@@ -14,9 +14,8 @@ from services.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, Inval
 from services.gateway.generation import RETRY_AFTER_S
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model import Model
-from services.gateway.openai.schemas import ModelRequest
+from services.gateway.openai.schemas import GenerationRequest, ModelRequest
 from services.gateway.openai.sse import unless_client_leaves
-from services.gateway.openai.validation import parse
 from services.gateway.scheduler_client import SchedulerClient
 from services.gateway.settings import GatewaySettings
 
@@ -100,16 +99,15 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def opened(request: Request, schema: type[R], check: Callable[[R], None]) -> tuple[Gateway, R, Model]:
-    """The first steps of every route with a body: it is read, parsed and checked, and it is for the model that is served now.
+async def opened(request: Request, read: Callable[[bytes], R]) -> tuple[Gateway, R, Model]:
+    """The first steps of every route with a body: it is read and checked, and it is for the model that is served now.
 
     Raises InvalidRequest, ModelNotFound, Unavailable.
     """
     gateway = Gateway.of(request)
-    body = parse(schema, await read_body(request))
-    check(body)
+    body = read(await read_body(request))
     if body.model is not None:
         gateway.check_name(body.model)
-    request.state.model = body.model
-    request.state.metrics.accepted(body.stream)
+    request.state.model = body.model or gateway.settings.served_model_name[0]
+    request.state.metrics.accepted(isinstance(body, GenerationRequest) and body.stream)
     return gateway, body, gateway.scheduler.ready_model

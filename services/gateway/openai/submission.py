@@ -25,12 +25,12 @@ def submits(
 
     Raises InvalidRequest, of `param` where a prompt does not fit.
     """
-    _check_ids("stop_token_ids", body.stop_token_ids, model)
+    check_ids("stop_token_ids", body.stop_token_ids, model)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     samplings = [_sampling(body, choice_seed(seed, index), model) for index in range(body.candidates)]
     messages = []
     for prompt in prompts:
-        _check_ids(param, prompt, model)
+        check_ids(param, prompt, model)
         wanted = _completion_tokens(body, model, prompt, max_tokens, param)
         _check_logprobs(body, len(prompts) * body.candidates, len(prompt), wanted)
         messages += [
@@ -68,16 +68,18 @@ def _cache_salt(tenant: str, salt: str | None) -> str | None:
 
 
 def _sampling(body: GenerationRequest, seed: int, model: Model) -> Sampling:
-    biases = _biases(body.logit_bias, model)
+    defaults = {name: value for name, value in model.sampling_defaults.items() if name not in body.model_fields_set}
+    given = body.model_copy(update=defaults)
+    biases = _biases(given.logit_bias, model)
     return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k if body.top_k > 0 else None,
-        min_p=body.min_p,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k if given.top_k > 0 else None,
+        min_p=given.min_p,
         seed=seed,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty,
         bias_ids=ids_to_bytes(list(biases)),
         bias_values=np.array(list(biases.values()), dtype="<f4").tobytes(),
     )
@@ -116,7 +118,7 @@ def _check_logprobs(body: GenerationRequest, choices: int, prompt_tokens: int, c
         raise InvalidRequest(message, "logprobs", "invalid_value")
 
 
-def _check_ids(param: str, ids: list[int], model: Model) -> None:
+def check_ids(param: str, ids: list[int], model: Model) -> None:
     """Raises InvalidRequest for an id that has no row in the model's embedding."""
     if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
         bad = next(each for each in ids if not 0 <= each < model.vocab_size)

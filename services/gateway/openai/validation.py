@@ -6,7 +6,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.openai.schemas import MAX_CHOICES, Body, ChatRequest, CompletionRequest, ConversationRequest, GenerationRequest
+from services.gateway.openai.schemas import (
+    MAX_CHOICES,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    ConversationRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
 from services.gateway.openai.tools import check_results, check_tools
 
 B = TypeVar("B", bound=Body)
@@ -15,7 +25,15 @@ B = TypeVar("B", bound=Body)
 MAX_CONTAINERS = 100_000
 MAX_ELEMENTS = 1_000_000
 MAX_QUOTED = 100  # characters of the client's input that a message repeats
-WHOLE_FIELDS = ("prompt", "stop", "stop_token_ids", "logit_bias", "metadata", "chat_template_kwargs")  # a fault inside is told of the field
+WHOLE_FIELDS = (
+    "prompt",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "metadata",
+    "chat_template_kwargs",
+    "tokens",
+)  # a fault inside is told of the field
 
 CODES = {  # of pydantic's error types
     "missing": "missing_required_parameter",
@@ -39,6 +57,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "suffix": ("",),
 }
+
+
+# Unknown fields are ignored, but not those by which clients of OpenAI's or of other servers change what the text is to be.
+FOREIGN = frozenset(
+    (
+        *("audio", "modalities", "web_search_options"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf", "grammar"),
+        *("bad_words", "allowed_token_ids", "use_beam_search", "include_stop_str_in_output", "truncate_prompt_tokens"),
+        *("chat_template", "documents", "prompt_logprobs"),
+    )
+)
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -65,6 +94,8 @@ def _check_structure(data: bytes) -> None:
 def parse(schema: type[B], data: bytes) -> B:
     """The request in a body. Raises InvalidRequest naming the first fault."""
     value = parse_json(data)
+    if issubclass(schema, GenerationRequest):
+        _refuse_foreign(value)
     try:
         return schema.model_validate(value)
     except ValidationError as error:
@@ -72,9 +103,10 @@ def parse(schema: type[B], data: bytes) -> B:
         raise _told(next((fault for fault in faults if fault["type"] == "missing" and len(fault["loc"]) == 1), faults[0])) from error
 
 
-def check_chat(body: ChatRequest) -> None:
-    """Rules of several fields of a chat request. Raises InvalidRequest."""
-    check_conversation(body)
+def chat_request(data: bytes) -> ChatRequest:
+    """A body of POST /v1/chat/completions. Raises InvalidRequest, also for what breaks rules of several fields."""
+    body = parse(ChatRequest, data)
+    _check_conversation(body)
     check_results(body)
     _check_common(body)
     if body.top_logprobs and not body.logprobs:
@@ -82,10 +114,39 @@ def check_chat(body: ChatRequest) -> None:
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ: set one", "max_tokens", "invalid_parameter_combination")
     _refuse_unsupported(body)
+    return body
 
 
-def check_conversation(body: ConversationRequest) -> None:
-    """Rules of the messages and tools. Raises InvalidRequest."""
+def completion_request(data: bytes) -> CompletionRequest:
+    """A body of POST /v1/completions. Raises InvalidRequest, also for what breaks rules of several fields."""
+    body = parse(CompletionRequest, data)
+    _check_common(body)
+    if body.best_of is not None and body.best_of < body.n:
+        raise InvalidRequest("best_of must be at least n", "best_of")
+    if body.candidates > body.n and body.stream:
+        raise InvalidRequest("best_of larger than n cannot be streamed", "best_of")
+    if len(body.prompts) * body.candidates > MAX_CHOICES:
+        message = f"{len(body.prompts)} prompts and {body.candidates} choices each: at most {MAX_CHOICES} in all"
+        raise InvalidRequest(message, "n", "integer_above_max_value")
+    _refuse_unsupported(body)
+    return body
+
+
+def tokenize_request(data: bytes) -> TokenizeRequest | TokenizeChatRequest:
+    """A body of POST /tokenize: of a prompt or of messages. Raises InvalidRequest."""
+    if "messages" not in parse_json(data):
+        return parse(TokenizeRequest, data)
+    body = parse(TokenizeChatRequest, data)
+    _check_conversation(body)
+    return body
+
+
+def detokenize_request(data: bytes) -> DetokenizeRequest:
+    """A body of POST /detokenize. Raises InvalidRequest."""
+    return parse(DetokenizeRequest, data)
+
+
+def _check_conversation(body: ConversationRequest) -> None:
     check_tools(body)
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
@@ -97,19 +158,6 @@ def check_conversation(body: ConversationRequest) -> None:
             raise InvalidRequest(f"missing required parameter: '{param}'", param, "missing_required_parameter")
 
 
-def check_completion(body: CompletionRequest) -> None:
-    """Rules of several fields of a legacy request. Raises InvalidRequest."""
-    _check_common(body)
-    if body.best_of is not None and body.best_of < body.n:
-        raise InvalidRequest("best_of must be at least n", "best_of")
-    if body.candidates > body.n and body.stream:
-        raise InvalidRequest("best_of larger than n cannot be streamed", "best_of")
-    if len(body.prompts) * body.candidates > MAX_CHOICES:
-        message = f"{len(body.prompts)} prompts and {body.candidates} choices each: at most {MAX_CHOICES} in all"
-        raise InvalidRequest(message, "n", "integer_above_max_value")
-    _refuse_unsupported(body)
-
-
 def _check_common(body: GenerationRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
@@ -118,6 +166,12 @@ def _check_common(body: GenerationRequest) -> None:
         raise InvalidRequest(f"missing required parameter: '{param}'", param, "missing_required_parameter")
     if body.response_format and body.response_format.type != "text":
         raise InvalidRequest("response_format other than text is not supported", "response_format", "unsupported_value")
+
+
+def _refuse_foreign(value: dict[str, Any]) -> None:
+    for field in FOREIGN.intersection(value):
+        if value[field] not in (None, False, "", [], {}, ["text"]):  # which ask for nothing, or for what happens anyway
+            raise InvalidRequest(f"{field} is not supported", field, "unsupported_value")
 
 
 def _refuse_unsupported(body: GenerationRequest) -> None:

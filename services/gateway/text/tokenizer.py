@@ -77,10 +77,14 @@ class TextTokenizer:
             template = template.get("default")
         return template or None
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with what the tokenizer adds at the ends (BOS, where it does), once. Raises InvalidRequest."""
         self.check_size(text, "prompt")
-        return _ids(self._tokenizer, text, add_special_tokens=True)
+        return _ids(self._tokenizer, text, add_special_tokens)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, control tokens too."""
+        return str(self._tokenizer.decode([id_ for id_ in ids if id_ < self._known_ids], skip_special_tokens=False))
 
     def encode_chat(self, rendered: str, marks: Marks) -> list[int]:
         """Ids of a rendered chat, whose template wrote all control tokens that are not between marks."""

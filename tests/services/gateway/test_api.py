@@ -1,5 +1,7 @@
 """What clients may send and what comes back."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from shared.protocol.plan import ids_from_bytes
 from tests.services.gateway.conftest import EOS, Stack, events
 from tests.services.gateway.scripted_scheduler import Script
+from tests.tiny import tiny_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -16,7 +19,7 @@ HI = [{"role": "user", "content": "hi"}]
 async def test_api_01_unknown_keys_are_ignored(stack: Stack) -> None:
     stack.says("hello")
     message = {"role": "user", "content": "hi", "id": 7, "opts": {"a": 1}, "name": "a b"}
-    response = await stack.chat(foo=1, messages=[message], chat_template="{{ x }}", rid="1", request_id="2", priority=3, tenant="t")
+    response = await stack.chat(foo=1, messages=[message], rid="1", request_id="2", priority=3, tenant="t")
     assert response.status_code == 200
     await stack.chat()
     first, second = stack.scheduler.submits
@@ -310,6 +313,28 @@ async def test_smp_03_seeds_of_choices_differ_and_come_again(stack: Stack) -> No
     assert (first[0], alone, other[0]) == (3, 3, 4)
     assert other[1] not in first
     assert len(set(seeds[11:])) == 4
+
+
+async def test_smp_09_the_models_own_sampling_is_a_matter_of_a_setting(
+    start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    suggested = {"temperature": 0.6, "top_k": 1, "repetition_penalty": 1.2, "max_new_tokens": 5, "do_sample": True}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(suggested))
+    for setting, expected in (("ignore", (1.0, 0, 1.0)), ("apply", (0.6, 1, 1.2))):
+        with caplog.at_level("INFO", "services.gateway"):
+            stack = await start({"folder": tmp_path / "model", "fingerprint": setting}, generation_config=setting)
+        told = next(record.getMessage() for record in caplog.records if "temperature=0.6" in record.getMessage())
+        assert ("not applied" in told) == (setting == "ignore")
+        caplog.clear()
+        stack.says("x")
+        for fields in ({}, {"temperature": None}, {"temperature": 0, "top_k": -1, "repetition_penalty": 1}):
+            await stack.chat(**fields)
+        *plain, explicit = [submit.sampling for submit in stack.scheduler.submits]
+        for sampling in plain:
+            assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == pytest.approx(expected)
+        assert (explicit.temperature, explicit.HasField("top_k"), explicit.repetition_penalty) == (0, False, 1)
+        assert stack.scheduler.submits[0].max_tokens > 5
 
 
 async def test_cache_salt_reaches_the_scheduler(stack: Stack) -> None:

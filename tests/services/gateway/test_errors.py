@@ -95,6 +95,9 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str | None]] = [  # fields b
     ({"logit_bias": {str(key): "x" for key in range(10**5)}}, "logit_bias", "object_above_max_properties"),
     ({"tools": [TOOL] * 10**4}, "tools", "array_above_max_length"),
     ({"messages": HI * 20_000}, "messages", "array_above_max_length"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_value"),
+    ({"modalities": ["text", "audio"]}, "modalities", "unsupported_value"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "unsupported_value"),
     ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
     ({"response_format": {"type": "json_object"}}, "response_format", ANY),
     ({"stream": "yes"}, "stream", "invalid_type"),
@@ -145,7 +148,8 @@ async def test_api_06_unknown_model(stack: Stack) -> None:
 
 
 async def test_err_02_routes_and_methods(stack: Stack) -> None:
-    assert_error(await stack.http.post("/v1/nope"), 404, None, None)
+    for path in ("/v1/nope", "/v1/responses", "/v1/embeddings", "/v1/messages"):
+        assert f"POST {path}" in assert_error(await stack.http.post(path, json={"model": "tiny"}), 404, None, None)["message"]
     assert_error(await stack.http.get("/nope"), 404, None, None)
     assert_error(await stack.http.post("/v1/chat/completions/", json={}), 404, None, None)
     for method, path, allowed in (
