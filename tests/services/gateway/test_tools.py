@@ -10,17 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.services.gateway.conftest import EOS, Stack, assert_error
-from tests.tiny import tiny_tokenizer
+from tests.tiny import TOOL_TEMPLATE, tiny_tokenizer
 
 Start = Callable[..., Awaitable[Stack]]
 
-TEMPLATE = (
-    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Write <tool_call>.<|im_end|>\n{% endif %}"
-    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-THINKING = TEMPLATE + "{%- if add_generation_prompt and open_thinking %}<think>\n{% endif %}{#- </think> #}"
+THINKING = TOOL_TEMPLATE + "{%- if add_generation_prompt and open_thinking %}<think>\n{% endif %}{#- </think> #}"
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "It is a tool.", "parameters": {"type": "object", "properties": {}}}}
     for name in ("get_weather", "f")
@@ -36,7 +30,7 @@ CALLED = [("get_weather", {"city": "Paris"}), ("f", {"a": [1, 2]})]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tokenizers by what their template knows."""
     made = {}
-    for name, template in (("tools", TEMPLATE), ("thinking", THINKING)):
+    for name, template in (("tools", TOOL_TEMPLATE), ("thinking", THINKING)):
         made[name] = tmp_path_factory.mktemp(name)
         tiny_tokenizer(made[name], template)
     return made
