@@ -8,6 +8,7 @@ import typer
 
 from benchmarks import models, tune
 from benchmarks.capacity import Fleet, Load, Objectives, capacity
+from benchmarks.conversations import goodput
 from benchmarks.distance import distance
 from benchmarks.gateway import gateway
 from benchmarks.kernels import kernels
@@ -18,6 +19,7 @@ from benchmarks.profile import profile
 from benchmarks.report import Report
 from benchmarks.served import Options
 from benchmarks.workload import SHAPES
+from services.scheduler.policy import POLICIES, PolicyName
 from shared.errors import ConfigError, LockstepError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -88,6 +90,24 @@ def _capacity(
     fleet = Fleet(0, groups_per_scheduler, gpu, model, tensor_parallel_size, max_num_seqs, max_step_tokens, round(delay_ms * 1e3))
     load, objectives = Load(rate, prompt_tokens, output_tokens), Objectives(ttft_ms / 1e3, tpot_ms / 1e3, share)
     _finish(capacity(fleet, load, objectives, seconds), out)
+
+
+@app.command("goodput")
+def _goodput(
+    rate: Annotated[list[float], typer.Option(min=0.1, help="New conversations a second; repeatable.")] = [10, 20, 25, 30, 35, 40],  # noqa: B006
+    policy: Annotated[list[str], typer.Option(help="mixed, prefill-first or decode-first; repeatable.")] = ["mixed", "prefill-first"],  # noqa: B006
+    seconds: Annotated[float, typer.Option(min=5, help="Virtual time of a run.")] = 20.0,
+    out: Out = OUT,
+) -> None:
+    """Conversations with shared beginnings: what policies make of them, and what the prefix cache finds. On a virtual clock."""
+    _finish(goodput(rate, _policies(policy), seconds), out)
+
+
+def _policies(names: list[str]) -> list[PolicyName]:
+    unknown = set(names) - set(POLICIES)
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(POLICIES)}")
+    return [name for name in POLICIES if name in names]
 
 
 @app.command("distance")

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.table import Table
+
+SVG = "http://www.w3.org/2000/svg"
 
 Value = str | int | float | None
 
@@ -64,12 +67,12 @@ class Report:
             console.print(note, highlight=False)
 
     def write(self, folder: Path) -> None:
-        """Writes NAME.json and, where there is a plot, NAME.png (NAME-1.png and so on after the first)."""
+        """Writes NAME.json and, where there is a plot, NAME.svg (NAME-1.svg and so on after the first)."""
         folder.mkdir(parents=True, exist_ok=True)
         content = {"circumstances": circumstances(), **asdict(self)}
         (folder / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
         for number, plot in enumerate(self.plots):
-            _draw(plot, folder / (f"{self.name}-{number}.png" if number else f"{self.name}.png"))
+            _draw(plot, folder / (f"{self.name}-{number}.svg" if number else f"{self.name}.svg"))
 
 
 def circumstances() -> dict[str, str]:
@@ -121,7 +124,8 @@ def _gpu() -> str:
 def _draw(plot: Plot, path: Path) -> None:
     import matplotlib as mpl  # a second of import that a table does not need
 
-    mpl.use("Agg")
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = plot.title  # the same figures, the same file
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -131,5 +135,19 @@ def _draw(plot: Plot, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+    _describe(plot, path)
+
+
+def _describe(plot: Plot, path: Path) -> None:
+    """Adds the numbers in words, for those who do not see the picture."""
+    for prefix, uri in (("", SVG), ("xlink", "http://www.w3.org/1999/xlink")):
+        ElementTree.register_namespace(prefix, uri)
+    tree = ElementTree.parse(path)
+    description = ElementTree.Element(f"{{{SVG}}}desc")
+    lines = ["; ".join(f"{x:.4g}: {y:.4g}" for x, y in zip(series.x, series.y, strict=True)) for series in plot.series]
+    labelled = [f"{series.label} - {line}" for series, line in zip(plot.series, lines, strict=True)]
+    description.text = f"{plot.title}. {plot.y_label} by {plot.x_label}. " + ". ".join(labelled)
+    tree.getroot().insert(0, description)
+    tree.write(path, encoding="utf-8", xml_declaration=True)

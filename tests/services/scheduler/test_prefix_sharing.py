@@ -1,12 +1,12 @@
 """What requests share, seen from a group whose device checks every page."""
 
-from collections import OrderedDict
 from itertools import count
 from random import Random
 from typing import Any
 
 import pytest
 
+from benchmarks.lru import LruReplay
 from services.scheduler.group import FAILED
 from services.scheduler.requests import Finished, Request
 from shared.protocol.generation_pb2 import FINISH_REASON_STOP
@@ -174,36 +174,10 @@ def test_a_preempted_request_loses_no_token_and_comes_on_by_a_page() -> None:
     assert request.cached_tokens == 0  # its own work is not a hit
 
 
-class ReplayedCache:
-    """The same cache by itself: pages of prefixes, of which the least recently used end goes."""
-
-    def __init__(self, pages: int, page_size: int) -> None:
-        self.pages, self.page_size = pages, page_size
-        self.known: OrderedDict[tuple[int, ...], None] = OrderedDict()
-
-    def prefixes(self, ids: list[int]) -> list[tuple[int, ...]]:
-        return [tuple(ids[:end]) for end in range(self.page_size, len(ids) + 1, self.page_size)]
-
-    def hit(self, prompt: list[int]) -> int:
-        pages = 0
-        for prefix in self.prefixes(prompt[:-1]):
-            if prefix not in self.known:
-                break
-            pages += 1
-        return pages * self.page_size
-
-    def use(self, ids: list[int]) -> None:
-        for prefix in reversed(self.prefixes(ids)):  # the ends of a path are older than its beginning
-            self.known[prefix] = None
-            self.known.move_to_end(prefix)
-        while len(self.known) > self.pages:
-            self.known.popitem(last=False)
-
-
 def test_the_hit_rate_is_that_of_the_same_cache_replayed() -> None:
     """Conversations of several turns after a few system prompts, in a cache that holds a part of them: within 2 %."""
     limits = Limits(slots=4, pages=401, page_size=4, max_length=512, max_step_tokens=256, vocab_size=1000)
-    harness, replayed, chance = Sharing(limits, max_step_tokens=256), ReplayedCache(380, 4), Random(1)
+    harness, replayed, chance = Sharing(limits, max_step_tokens=256), LruReplay(380, 4), Random(1)
     harness.device.model = lambda ids, vocab_size: 7  # what is cached matters here, not the answers
     harness.device.pool = None
     systems = [[100 + number] * 40 for number in range(4)]
@@ -214,14 +188,14 @@ def test_the_hit_rate_is_that_of_the_same_cache_replayed() -> None:
         if len(turn) > 200:
             turn[:] = chance.choice(systems)
         turn += [chance.randint(200, 999) for _ in range(chance.randint(5, 20))]
-        expected += replayed.hit(turn)
+        expected += replayed.open(turn)
         prompt_tokens += len(turn)
         request = harness.submit(number, list(turn), 8, ignore_eos=True)
         harness.finish()
         assert request.cached_tokens is not None
         hits += request.cached_tokens
+        replayed.close(turn, [*turn, *request.output[:-1]])
         turn += list(request.output)
-        replayed.use(turn[:-1])
     print(f"hit rate {hits / prompt_tokens:.3f}, replayed {expected / prompt_tokens:.3f}")
     assert 0.3 < expected / prompt_tokens < 0.9
     assert hits / prompt_tokens == pytest.approx(expected / prompt_tokens, rel=0.02)
