@@ -58,7 +58,7 @@ async def scheduling(folder: Path, *workers: ScriptedWorker, ready: bool = True,
 
 async def health(target: str) -> Any:
     async with channel(target) as opened:
-        return (await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest())).status
+        return (await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status
 
 
 async def describe(target: str) -> pb.GenerationDescribeResponse:
