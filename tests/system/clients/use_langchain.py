@@ -1,6 +1,7 @@
 """LangChain's chat model: invoke, stream, batch, bound tools. Arguments: URL, model."""
 
-# mypy: ignore-errors  # it runs where other packages are installed
+# It runs where other packages are installed.
+# mypy: ignore-errors
 
 import asyncio
 import sys

@@ -1,6 +1,7 @@
 """LiteLLM, with the endpoint as an OpenAI-compatible provider. Arguments: URL, model."""
 
-# mypy: ignore-errors  # it runs where other packages are installed
+# It runs where other packages are installed.
+# mypy: ignore-errors
 
 import asyncio
 import sys

@@ -1,6 +1,7 @@
 """The official client: whole answers, streams, the `.stream()` helper, both of its kinds, and its errors. Arguments: URL, model."""
 
-# mypy: ignore-errors  # it runs where other packages are installed
+# It runs where other packages are installed.
+# mypy: ignore-errors
 
 import asyncio
 import sys
