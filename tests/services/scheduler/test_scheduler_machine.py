@@ -12,10 +12,11 @@ from services.scheduler.model import Model
 from services.scheduler.requests import End, Finished, Key, Request
 from services.scheduler.scheduler import Scheduler
 from shared.protocol import generation_pb2 as pb
+from shared.protocol.logprobs import logprobs_from_bytes
 from shared.protocol.plan import Limits, Plan
 from tests.services.scheduler import session_client
 from tests.services.scheduler.build import METRICS
-from tests.services.scheduler.device import EOS, Device, next_token
+from tests.services.scheduler.device import EOS, Device, logprob, next_token
 
 LIMITS = Limits(slots=2, pages=9, page_size=2, max_length=12, max_step_tokens=4, vocab_size=9)
 MODEL = Model("abc", vocab_size=9, max_length=12, eos_ids=frozenset({EOS}), files=())
@@ -33,6 +34,23 @@ def answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     while len(ids) < max_tokens and (not ids or ids[-1] != EOS):
         ids.append(next_token([*prompt, *ids], LIMITS.vocab_size))
     return ids
+
+
+def check_scores(request: Request) -> None:
+    """All that a request wants to know is there, once, before it or its tokens are; nobody here sends it on."""
+    scores, ids = request.scores, [*request.prompt_ids.tolist(), *request.output]
+    if scores is None:
+        return
+    prompt, completion = scores.prompt, logprobs_from_bytes(b"".join(scores.completion))
+    fresh = len(request.output) > request.resumed_at
+    assert not (scores.needs_prompt and fresh)
+    if scores.prompt_top is not None:
+        assert prompt["position"].tolist() == list(range(1, scores.scored))
+    if scores.top is not None:
+        assert completion["position"].tolist() == list(range(len(request.prompt_ids) + request.resumed_at, len(ids)))
+    for record in (*prompt, *completion):
+        position = int(record["position"])
+        assert record["logprob"] == logprob(ids[:position], ids[position])
 
 
 class Running:
@@ -63,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt = self.prompts[request.key, request.attempt]
             whole = answer(prompt, MAX_TOKENS)
             assert list(request.output) == whole[: len(request.output)]
+            check_scores(request)
             if request.end is not None:
                 self.end(request.key, request.attempt, request.end)
                 if request.end in (Finished(pb.FINISH_REASON_STOP), Finished(pb.FINISH_REASON_LENGTH)):
@@ -79,13 +98,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.sampled_from([(1,), PROMPT, (1, 2, 3, 4)]),
         resume=st.integers(0, 4),
         deadline=st.booleans(),
+        wanted=st.sampled_from([{}, {"logprobs": 0}, {"prompt_logprobs": 1}, {"logprobs": 1, "prompt_logprobs": 0}]),
     )
-    def submit(self, session: int, number: int, prompt: tuple[int, ...], resume: int, deadline: bool) -> None:
+    def submit(self, session: int, number: int, prompt: tuple[int, ...], resume: int, deadline: bool, wanted: dict[str, int]) -> None:
         key = Key(session, number)
         attempt = self.attempts.get(key, 0) + 1
         self.attempts[key] = attempt
         self.prompts[key, attempt] = prompt
-        fields: dict[str, Any] = {"deadline_ms": 3_000} if deadline else {}
+        fields: dict[str, Any] = wanted | ({"deadline_ms": 3_000} if deadline else {})
         message = session_client.submit(number, list(prompt), MAX_TOKENS, attempt, tuple(answer(prompt, MAX_TOKENS)[:resume]), **fields)
         rejected = self.scheduler.submit(message, session, self.now)
         if rejected is not None:
