@@ -35,8 +35,8 @@ def decode_attention(
     Row b attends to the first `lengths[b]` positions of slot `slots[b]`, its own token included; with a window to the last
     `window` of them. Length 0 gives zeros. Whatever lies in pages or table entries past the length is never used.
     splits: shares that a row is cut into at most, chosen by shape if None; with a fixed number a row's result does not depend
-    on the batch. On a GPU, calls on different streams of one device must not overlap: they share counters.
-    N must be a power of two there.
+    on the batch, and never on the order in which shares are ready. On a GPU, calls on different streams of one device must not
+    overlap, since they share counters; slots and lengths must not come from the kernel just before; N must be a power of two.
     """
     if q.is_cuda:
         return decode_attention_triton(q, k_cache, v_cache, page_table, slots, lengths, scale, window, splits)
@@ -136,11 +136,11 @@ def _kernel(
     GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length = tl.load(lengths_ptr + row)
+    pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    length = tl.load(lengths_ptr + row)
-    pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0)

@@ -1,7 +1,9 @@
 """What a launch depends on beside its arguments: the device's size and generation, and programmatic dependent launch (PDL).
 
 With PDL the blocks of a kernel start while the one before it still drains, and stop at `gdc_wait` until all its writes are
-visible. Every kernel here waits before its first access to memory that a kernel writes, then lets its own dependents start.
+visible. Every kernel here waits before its first access to memory that the kernel before it writes, then lets its own dependents
+start. So what was written by the one before that is there even ahead of the wait: weights, the state of the slots, and what
+`plan_unpack` made of a plan, since a layer's kernels never follow it at once.
 """
 
 import functools

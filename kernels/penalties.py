@@ -31,10 +31,11 @@ def penalise(
 
     In this order: biases are added; a logit of an id that prompt or completion hold is divided by repetition, or multiplied when it is
     below 0; frequency is subtracted as often as the id was generated, and presence once if it was. A slot with presence 0, frequency 0,
-    repetition 1 and no bias keeps its rows bit for bit, whatever its counts. Raises ValueError if logits or counts are not contiguous.
+    repetition 1 and no bias keeps its rows bit for bit, whatever its counts. Raises ValueError if the logits of a row or counts are not
+    contiguous.
     """
-    if not (logits.is_contiguous() and counts.is_contiguous()):
-        raise ValueError(f"logits and counts must be contiguous, got strides {logits.stride()} and {counts.stride()}")
+    if logits.stride(1) != 1 or not counts.is_contiguous():
+        raise ValueError(f"the logits of a row and counts must be contiguous, got strides {logits.stride()} and {counts.stride()}")
     implementation = penalise_triton if logits.is_cuda else penalise_torch
     implementation(logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, first)
 
@@ -97,8 +98,8 @@ def penalise_triton(
     (rows, columns), biases = logits.shape, bias_ids.shape[1]
     if rows:
         _penalise_kernel[(triton.cdiv(columns, TILE), rows)](
-            logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, columns, biases, first, IN_PROMPT, TILE,
-            triton.next_power_of_2(max(biases, 1)), num_warps=8, **pdl_options(logits.device),
+            logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, columns, logits.stride(0), biases, first,
+            IN_PROMPT, TILE, triton.next_power_of_2(max(biases, 1)), num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
 
 
@@ -113,14 +114,14 @@ def count_triton(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, 
 @triton.jit
 def _penalise_kernel(
     logits_ptr, slots_ptr, counts_ptr, presence_ptr, frequency_ptr, repetition_ptr, bias_ids_ptr, bias_values_ptr,
-    columns, biases, first, IN_PROMPT: tl.constexpr, TILE: tl.constexpr, BIASES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    columns, row_stride, biases, first, IN_PROMPT: tl.constexpr, TILE: tl.constexpr, BIASES_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    row_ptr = logits_ptr + row * columns
+    row_ptr = logits_ptr + row * row_stride
     bias = tl.arange(0, BIASES_BLOCK)
     bias_ids = tl.load(bias_ids_ptr + slot * biases + bias, mask=bias < biases, other=-1)
     biased = bias_ids - first

@@ -34,6 +34,7 @@ def rope_and_store(
     q_norm and k_norm `[H]`: weights of an RMSNorm over each head before the rotation.
     query_scale `[L]` float32: a factor of the rotated queries by position.
     All in float32 between load and store. q, k and v may be strided views whose last dimension is contiguous.
+    On a GPU positions and locations must not come from the kernel just before: they are read ahead of its end.
     Raises ValueError for other strides and for a cache that is not contiguous.
     """
     if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
@@ -113,14 +114,15 @@ def _kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     frequency = tl.arange(0, HALF_BLOCK)[None, :]
     position = tl.load(positions_ptr + token)
     row = table_ptr + position.to(tl.int64) * 2 * HALF + frequency
     cos = tl.load(row, mask=frequency < HALF, other=0.0)
     sin = tl.load(row + HALF, mask=frequency < HALF, other=0.0)
+    location = tl.load(locations_ptr + token)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     q_blocks: tl.constexpr = (Q + HEADS - 1) // HEADS
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)[:, None]
@@ -131,7 +133,7 @@ def _kernel(
         _rotate_heads(source, destination, head < Q, q_norm_ptr, cos, sin, eps, scale, H, HALF, Q_NORM, HALF_BLOCK, REST_BLOCK)
     else:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)[:, None]
-        place = (tl.load(locations_ptr + token) * K + head) * H
+        place = (location * K + head) * H
         source = k_ptr + token * k_token_stride + head * k_head_stride
         _rotate_heads(source, k_cache_ptr + place, head < K, k_norm_ptr, cos, sin, eps, 1.0, H, HALF, K_NORM, HALF_BLOCK, REST_BLOCK)
         dimension = tl.arange(0, HEAD_BLOCK)[None, :]

@@ -43,7 +43,7 @@ def test_penalties_equal_a_count_by_hand(penalise, count, columns: int, first: i
         bias_ids[slot, : len(used)], bias_values[slot, : len(used)] = used.int(), randn(len(used), seed=slot)
         biases.append(dict(zip(used.tolist(), bias_values[slot].tolist(), strict=False)))
     slots = torch.tensor([3, 0, 5, 1, 4, 2, 3], dtype=torch.int32, device=DEVICE)
-    logits = randn(len(slots), columns, seed=columns)
+    logits = randn(len(slots), columns + 3, seed=columns)[:, :columns]  # as gathered from ranks, whose padding is cut off
     logits[:, columns // 2] = -torch.inf
     before = logits.clone()
     presence, frequency, repetition = torch.tensor(PENALTIES, device=DEVICE).T.contiguous()
