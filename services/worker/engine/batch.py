@@ -10,7 +10,7 @@ class Batch:
     ids: Tensor  # [T] int32: one a decode row, then the prefill chunks
     positions: Tensor  # [T] int32
     locations: Tensor  # [T] int64: where each token's keys and values go, page * page_size + offset
-    last_tokens: Tensor  # [B] int64: index of each row's last token
+    last_tokens: Tensor | None  # [B] int64: index of each row's last token; None: every row has one token
     slots: Tensor  # [B] int32
     lengths: Tensor  # [B] int32: KV tokens to attend to, this step's included; 0 for a done row
     query_starts: Tensor  # [P + 1] int32: where each prefill chunk begins among the prefill tokens

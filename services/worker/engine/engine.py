@@ -139,14 +139,18 @@ class TorchEngine:
             self.page_size,
         )
         self.token_ids[locations] = ids
-        decode_rows = len(sections["decode_slots"])
-        last_of_chunks = decode_rows + query_starts[1:].long() - 1
+        decode_slots, prefill_slots = sections["decode_slots"], sections["prefill_slots"]
+        decode_rows, last_tokens, slots = len(decode_slots), None, decode_slots
+        if len(prefill_slots):
+            last_of_chunks = decode_rows + query_starts[1:].long() - 1
+            last_tokens = torch.cat((torch.arange(decode_rows, device=self.device), last_of_chunks))
+            slots = torch.cat((decode_slots, prefill_slots))
         return Batch(
             ids=ids,
             positions=positions,
             locations=locations,
-            last_tokens=torch.cat((torch.arange(decode_rows, device=self.device), last_of_chunks)),
-            slots=torch.cat((sections["decode_slots"], sections["prefill_slots"])),
+            last_tokens=last_tokens,
+            slots=slots,
             lengths=lengths,
             query_starts=query_starts,
             page_table=state.page_table,
@@ -163,7 +167,7 @@ class TorchEngine:
 
         sampled `[B]` bool: the rows that yield a token.
         """
-        state, sampler, slots = self.slots, self.sampler, batch.slots.long()
+        state, sampler, slots = self.slots, self.sampler, batch.slots
         raw = logits.clone() if Feature.LOGPROBS in features else logits
         if Feature.PENALTIES in features:
             self.penalties.apply(logits, slots)
@@ -266,6 +270,7 @@ class TorchStep:
         scored = scored_tokens(self.plan, engine.device)
         if scored is None:
             return batch, engine.logits(batch)
+        assert batch.last_tokens is not None, "prompts are scored in prefill"
         hidden = engine.model(replace(batch, last_tokens=torch.cat((batch.last_tokens, scored))), engine.caches)
         self.scores = engine.prompt_scores.score(self.plan, self.sections["prefill_ids"], hidden[batch.rows :])
         return batch, engine.sampler.logits(hidden[: batch.rows])

@@ -38,5 +38,7 @@ def row_sections(decode_slots: Tensor, prefill_slots: Tensor, starts: Tensor, le
 
 def samples(sections: Sections) -> Tensor:
     """`[B]` bool: the rows that yield a token."""
+    if not len(sections["prefill_flags"]):
+        return sections["decode_flags"].bool()  # a decode row always does
     flags = torch.cat((sections["decode_flags"], sections["prefill_flags"]))
     return (flags & RowFlag.SAMPLE) != 0

@@ -46,8 +46,9 @@ class Slots:
         self.ignore_eos = torch.zeros_like(self.done)
         self.stop_ids = ints(slots, MAX_STOP_IDS).fill_(NO_STOP_ID)
         self.seed = torch.zeros(slots, dtype=torch.int64, device=eos_ids.device)
-        self.temperature, self.top_p, self.min_p = (torch.zeros(slots, device=eos_ids.device) for _ in range(3))
-        self.top_k = ints(slots)
+        self._sampling = ints(4, slots)  # the bits of what follows: a step takes the columns of its rows in one launch
+        self.temperature, self.top_p, self.min_p = (row.view(torch.float32) for row in self._sampling[:3])
+        self.top_k = self._sampling[3]
 
     def reset(self) -> None:
         """Forgets every request; what lies in the page tables is never read again."""
@@ -86,7 +87,9 @@ class Slots:
 
     def sampling(self, slots: Tensor, positions: Tensor) -> Sampling:
         """How rows are sampled; a row's noise depends on its seed and the position `[B]` of the token in its sequence only."""
-        return Sampling(self.temperature[slots], self.top_k[slots], self.top_p[slots], self.min_p[slots], self.seed[slots], positions)
+        *floats, top_k = self._sampling.index_select(1, slots)
+        temperature, top_p, min_p = (row.view(torch.float32) for row in floats)
+        return Sampling(temperature, top_k, top_p, min_p, self.seed.index_select(0, slots), positions)
 
     def advance(self, slots: Tensor, lengths: Tensor, tokens: Tensor, samples: Tensor) -> Tensor:
         """After a step: tokens `[B]` int32 sampled, lengths `[B]` int32 now in the cache, samples `[B]` bool the rows that yield one.

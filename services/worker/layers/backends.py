@@ -16,12 +16,14 @@ from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.ordered import OrderedCommunicator
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
-from services.worker.layers.gemm import tiled_gated_linear, tiled_linear
+from services.worker.layers.gemm import logits, tiled_gated_linear, tiled_linear
 from services.worker.moe.grouped import grouped
 from shared.errors import ConfigError
 
 # x [T, D], weight [N, D], bias [N] or None -> [T, N]; gated: weight [2 * N, D], bias [2 * N]; see `kernels.linear`
 LinearBackend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# x [B, D], weight [V, D] -> [B, V] float32
+LogitsBackend = Callable[[Tensor, Tensor], Tensor]
 # q [T, Q, H], a layer's cache, the batch, the scale of scores, the window or None -> [T, Q, H]; see `attention.paged`
 AttentionBackend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
 # x [T, D], gate_up [E, 2 * I, D], down [E, D, I], weights and ids [T, N] -> [T, D]; see `moe.reference`
@@ -33,6 +35,7 @@ class Backends:
     group: Communicator
     linear: LinearBackend
     gated_linear: LinearBackend
+    logits: LogitsBackend
     attend: AttentionBackend
     experts: ExpertsBackend
 
@@ -43,6 +46,8 @@ def backends(group: Communicator, device: torch.device, deterministic: bool) -> 
         if device.type != "cpu":
             raise ConfigError(f"deterministic: only on a CPU, these ranks compute on {device.type}")
         experts: ExpertsBackend = partial(grouped, linear=tiled_linear)
-        return Backends(OrderedCommunicator(group), tiled_linear, tiled_gated_linear, tiled_attention, experts)
+        return Backends(
+            OrderedCommunicator(group), tiled_linear, tiled_gated_linear, partial(logits, linear=tiled_linear), tiled_attention, experts
+        )
     experts = moe if device.type == "cuda" else partial(grouped, linear=F.linear)
-    return Backends(group, linear, gated_linear, paged_attention, experts)
+    return Backends(group, linear, gated_linear, partial(logits, linear=linear), paged_attention, experts)

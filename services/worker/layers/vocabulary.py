@@ -33,7 +33,7 @@ class VocabularyTable(nn.Module):
 
     def local_logits(self, x: Tensor) -> Tensor:
         """x `[B, D]` -> `[B, V_local]` float32: of this rank's ids, -inf for its padding."""
-        logits = self.backends.linear(x, self.weight, None).float()
+        logits = self.backends.logits(x, self.weight)
         logits[:, self.real :] = -torch.inf
         return logits
 

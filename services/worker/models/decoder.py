@@ -68,7 +68,7 @@ class Decoder(nn.Module):
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, residual, batch, cache, rotation)
         last = batch.last_tokens
-        return self.norm.add(x[last], residual[last])
+        return self.norm.add(x, residual) if last is None else self.norm.add(x[last], residual[last])
 
     @staticmethod
     def plain(name: str) -> str:

@@ -53,10 +53,10 @@ def on_ranks(size: int, compute: Callable[[Threads], T]) -> list[T]:
 def given_logits(group: Threads, logits: Tensor) -> VocabularyTable:
     """A head whose "hidden states" are the logits themselves: each rank takes its columns of them."""
 
-    def columns(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def columns(x: Tensor, weight: Tensor) -> Tensor:
         return F.pad(x[:, head.first :][:, : len(weight)], (0, len(weight) - head.real))
 
-    head = VocabularyTable(logits.shape[1], 1, Backends(group, columns, None, None, None))  # type: ignore[arg-type]
+    head = VocabularyTable(logits.shape[1], 1, Backends(group, None, None, columns, None, None))  # type: ignore[arg-type]
     return head
 
 
