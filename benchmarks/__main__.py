@@ -18,6 +18,7 @@ from benchmarks.planning import planning
 from benchmarks.profile import profile
 from benchmarks.report import Report
 from benchmarks.served import Options
+from benchmarks.tiles import tiles
 from benchmarks.workload import SHAPES
 from services.scheduler.policy import POLICIES, PolicyName
 from shared.errors import ConfigError, LockstepError
@@ -218,6 +219,15 @@ def _tune(
 ) -> None:
     """The fastest configurations of the products of few rows, as the table that the kernels read."""
     _finish(tune.tune(model, rows, seconds, out), out)
+
+
+@app.command("tiles")
+def _tiles(
+    operations: Annotated[list[str] | None, typer.Argument(help="Which; without any, all.")] = None,
+    out: Out = OUT,
+) -> None:
+    """What tile configurations of prefill attention and experts take."""
+    _finish(tiles(operations or []), out)
 
 
 def _options(device: str, quick: bool, limit_s: float, worker: list[str]) -> Options:

@@ -1,0 +1,136 @@
+"""Times tile configurations of prefill attention and of the experts: `python -m benchmarks tiles`.
+
+Their configurations stand in the kernels, by shape of head and by tokens an expert: this prints what each candidate takes, so that
+a person can put the best there. A candidate that does not fit the GPU is left out.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.kernels import KVCache, Launch, randn, time_launches
+from benchmarks.report import Report, Value
+from kernels import moe, prefill_attention
+from kernels.moe import moe_triton, route
+from kernels.prefill_attention import prefill_attention_triton
+from shared.errors import ConfigError
+
+REPLAYS = 5
+PROCESSES = 14
+PREFILLS = ((16, 8, 1, 8192), (16, 8, 16, 1024), (40, 8, 1, 8192), (40, 8, 16, 1024), (32, 8, 64, 256))  # heads, rows, length
+MOE_TOKENS = (1, 8, 32, 128, 256, 1024, 4096, 16384)
+EXPERTS, CHOICES, HIDDEN, INNER = 128, 8, 2048, 768  # Qwen3-30B-A3B
+PREFILL_CONFIGS = tuple(
+    prefill_attention.Config(*each)
+    for each in (
+        (64, 64, 4, 3),
+        (128, 64, 4, 2),
+        (128, 64, 4, 3),
+        (128, 64, 8, 3),
+        (128, 32, 4, 4),
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+        (256, 64, 8, 2),
+        (256, 64, 8, 3),
+        (64, 128, 4, 2),
+    )
+)
+
+
+class Candidate(NamedTuple):
+    operation: str
+    case: str
+    config: str
+    launches: list[Launch]
+    operations: float  # of one launch
+    element_bytes: float  # that it reads at least
+
+
+def _prefills() -> Iterator[Candidate]:
+    for q_heads, kv_heads, rows, length in PREFILLS:
+        cache, q = KVCache(rows, kv_heads, 128, length, length, copies=1), randn(rows * length, q_heads, 128)
+        starts = torch.arange(0, rows * length + 1, length, device="cuda", dtype=torch.int32)
+        rest = (cache.slots[0], starts, cache.lengths, length, 128**-0.5)
+        work = 4.0 * q_heads * 128 * rows * length * (length + 1) / 2
+        for tuned in PREFILL_CONFIGS:
+            launch = partial(prefill_attention_triton, q, cache.k, cache.v, cache.page_table, *rest, tuned=tuned)
+            yield Candidate("prefill_attention", f"{rows} x {length}, {q_heads} / {kv_heads}", str([*tuned]), [launch], work, 0.0)
+
+
+def _moe_configs(mean: float) -> Iterator[tuple[moe.Config, moe.Config]]:
+    """Pairs for gate and up, and for down; rows of a tile about the mean of an expert's."""
+    if mean <= 32:
+        rows = (16,) if mean <= 8 else (16, 32)
+        first = [(32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (64, 64, 4, 5), (16, 256, 4, 4)]
+        second = [(64, 128, 4, 4), (32, 256, 4, 3), (128, 64, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)]
+    elif mean <= 128:
+        rows, first, second = (64,), [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 4)], [(128, 64, 4, 3), (64, 64, 4, 4), (256, 64, 8, 3)]
+    else:
+        rows = (64, 128)
+        first, second = [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4)], [(256, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3)]
+    for height, one, other in product(rows, first, second):
+        yield moe.Config(height, *one), moe.Config(height, *other)
+
+
+def _mixtures() -> Iterator[Candidate]:
+    gate_up, down = randn(EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5, randn(EXPERTS, HIDDEN, INNER) / INNER**0.5
+    for tokens in MOE_TOKENS:
+        x = randn(tokens, HIDDEN)
+        routes = [route(randn(tokens, EXPERTS), CHOICES, True) for _ in range(8 if tokens <= 32 else 1)]
+        chosen = sum(len(experts.unique()) for _, experts in routes) / len(routes)
+        operations, weight_bytes = 6.0 * tokens * CHOICES * HIDDEN * INNER, chosen * 6 * HIDDEN * INNER
+        for tuned in _moe_configs(tokens * CHOICES / EXPERTS):
+            launches: list[Launch] = [partial(moe_triton, x, gate_up, down, *routed, tuned=tuned) for routed in routes]
+            config = " ".join(str([*each]) for each in tuned)
+            yield Candidate("moe", f"{tokens} tokens", config, launches, operations, weight_bytes)
+
+
+KINDS: dict[str, Callable[[], Iterator[Candidate]]] = {"prefill_attention": _prefills, "moe": _mixtures}
+
+
+def _fits(candidate: Candidate) -> bool:
+    try:
+        y = candidate.launches[0]()
+    except OutOfResources:
+        return False
+    assert isinstance(y, Tensor)
+    return True
+
+
+def compile_some(operation: str, first: int) -> None:
+    """Every PROCESSES-th candidate from `first` on, into the cache that all processes share."""
+    for number, candidate in enumerate(KINDS[operation]()):
+        if number % PROCESSES == first:
+            _fits(candidate)
+
+
+def tiles(operations: Sequence[str]) -> Report:
+    """Of these operations, or of all; fastest first. Needs a GPU. Raises ConfigError for an operation that is none."""
+    unknown = set(operations) - KINDS.keys()
+    if unknown or not torch.cuda.is_available():
+        raise ConfigError(f"no operation: {', '.join(sorted(unknown))}" if unknown else "tiles are measured on a GPU, and none is here")
+    lines: list[Sequence[Value]] = []
+    for name in operations or KINDS:
+        with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(partial(compile_some, name), range(PROCESSES)))
+        times: dict[str, list[tuple[float, Candidate]]] = {}
+        for candidate in KINDS[name]():
+            if _fits(candidate):
+                times.setdefault(candidate.case, []).append((time_launches(candidate.launches, REPLAYS).median_us, candidate))
+        for case, found in times.items():
+            for us, candidate in sorted(found, key=lambda each: each[0])[:4]:
+                rates = candidate.operations / us / 1e6, candidate.element_bytes / us / 1e6
+                lines.append((name, case, us, *rates, candidate.config))
+    return Report(
+        name="tiles",
+        columns=("operation", "case", "us", "TFLOP/s", "TB/s", "configuration"),
+        rows=lines,
+        notes=("the fastest four of each case; query heads and KV heads of 128 after the comma",),
+    )
