@@ -49,6 +49,7 @@ def create_app(gateway: Gateway, access: Access) -> ASGIApp:
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(HTTPException, routing_error)
+    app.add_exception_handler(Exception, unexpected_error)
     edge = Edge(app, gateway.settings, gateway.metrics, access)
     if not gateway.settings.cors_origins:
         return edge
@@ -86,6 +87,11 @@ async def routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = {404: NotFound, 405: MethodNotAllowed}.get(error.status_code, InvalidRequest)
     return error_response(kind(f"Invalid URL ({request.method} {request.url.path[:200]})"), dict(error.headers or {}))
+
+
+async def unexpected_error(request: Request, error: Exception) -> Response:
+    """The answer to what nobody foresaw; the framework raises it again, and the edge logs it."""
+    return error_response(error)
 
 
 class Edge:
