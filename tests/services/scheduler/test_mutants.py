@@ -16,7 +16,7 @@ import pytest
 
 from tests.services.scheduler.mutants import MUTANTS, Mutant
 from tests.services.scheduler.test_group_machine import GroupMachine
-from tests.services.scheduler.test_scheduler_machine import PROMPT, SESSIONS, SchedulerMachine
+from tests.services.scheduler.test_scheduler_machine import PROMPT, SESSIONS, WANTED, SchedulerMachine
 
 MOST_LIVES = 400  # until a patch shows
 STEPS = 50
@@ -105,7 +105,8 @@ def live_with_gateways(chance: Random) -> None:
         match chance.randrange(10):
             case 0 | 1 | 2:
                 prompt = chance.choice([(1,), PROMPT, (1, 2, 3, 4)])
-                machine.submit(session, number, prompt, resume=chance.choice([0, 0, 2]), deadline=chance.random() < 0.2)
+                resume, deadline, wanted = chance.choice([0, 0, 2]), chance.random() < 0.2, chance.choice(WANTED)
+                machine.submit(session, number, prompt, resume, deadline, wanted)
             case 3:
                 machine.cancel(session, number, ahead=chance.randint(0, 1))
             case 4 if len(machine.running) < 2:

@@ -24,6 +24,7 @@ SESSIONS = (1, 2)
 PROMPT = (3, 4)
 MAX_TOKENS = 8
 GROUP_WAIT_S = 5.0
+WANTED: tuple[dict[str, int], ...] = ({}, {"logprobs": 0}, {"prompt_logprobs": 1}, {"logprobs": 1, "prompt_logprobs": 0})
 ENGINE = METRICS.engine("group")
 
 sessions, numbers = st.sampled_from(SESSIONS), st.integers(0, 5)
@@ -98,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.sampled_from([(1,), PROMPT, (1, 2, 3, 4)]),
         resume=st.integers(0, 4),
         deadline=st.booleans(),
-        wanted=st.sampled_from([{}, {"logprobs": 0}, {"prompt_logprobs": 1}, {"logprobs": 1, "prompt_logprobs": 0}]),
+        wanted=st.sampled_from(WANTED),
     )
     def submit(self, session: int, number: int, prompt: tuple[int, ...], resume: int, deadline: bool, wanted: dict[str, int]) -> None:
         key = Key(session, number)
