@@ -15,6 +15,7 @@ from services.gateway.text.stops import StopMatcher
 from shared.protocol.plan import ids_from_bytes
 
 FinishReason = Literal["stop", "length"]
+MIN_TIMER_S = 0.01
 
 
 class ScoredToken(NamedTuple):
@@ -145,6 +146,14 @@ class Choice:
         return tokens
 
 
+class Patience(NamedTuple):
+    """How long an answer is waited for, in seconds."""
+
+    keep_alive: float  # until the client hears that it is still waited for
+    first_token: float
+    idle: float  # until the next token
+
+
 class Answer:
     """The choices of one HTTP request, in the order in which their text arrives."""
 
@@ -153,7 +162,7 @@ class Answer:
         choices: Sequence[Choice],
         choices_per_prompt: int,
         wake: asyncio.Event,
-        keep_alive_s: float,
+        patience: Patience,
         deadline: float,
         on_tokens: Callable[[int, int], None],
         on_sent: Callable[[float], None],
@@ -164,10 +173,11 @@ class Answer:
         self.deadline = deadline
         self._choices_per_prompt = choices_per_prompt
         self._wake = wake
-        self._keep_alive_s = keep_alive_s
+        self._patience = patience
         self._on_tokens, self._on_sent = on_tokens, on_sent
         self._unsent: list[float] = []  # when the oldest tokens of the last deltas came
         self._quiet_since = 0.0
+        self._tokens_at, self._has_tokens = asyncio.get_running_loop().time(), False  # when the last came, if any did
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -186,7 +196,7 @@ class Answer:
         )
 
     async def next(self) -> list[Delta]:
-        """What comes next, of one choice or of several; nothing when nothing came for `keep_alive_s`.
+        """What comes next, of one choice or of several; nothing when nothing came for `patience.keep_alive`.
 
         Raises the RequestError that ended a generation, or TimedOut. Not to be called when all have finished.
         """
@@ -201,6 +211,8 @@ class Answer:
             if loop.time() >= self.deadline:
                 raise TimedOut("the request took too long")
             deltas = [delta for choice in self.choices if (delta := self._advance(choice))]
+            if not deltas and loop.time() >= self._given_up_at:
+                raise TimedOut(f"no token has come for {loop.time() - self._tokens_at:.0f} s")
             if deltas or loop.time() >= self._due:
                 return deltas
 
@@ -217,6 +229,7 @@ class Answer:
         delta = choice.advance()
         if choice.completion_tokens > before:
             self._on_tokens(choice.index, choice.completion_tokens - before)
+            self._tokens_at, self._has_tokens = asyncio.get_running_loop().time(), True
         if delta:
             self._unsent.append(arrived_at)
         return delta
@@ -231,7 +244,12 @@ class Answer:
     @property
     def _due(self) -> float:
         """When the wait ends though nothing came."""
-        return min(self._quiet_since + self._keep_alive_s, self.deadline)
+        return min(self._quiet_since + self._patience.keep_alive, self._given_up_at, self.deadline)
+
+    @property
+    def _given_up_at(self) -> float:
+        """When nothing is waited for any more though the deadline is not here."""
+        return self._tokens_at + (self._patience.idle if self._has_tokens else self._patience.first_token)
 
     def _on_timer(self) -> None:
         """One timer for the whole answer, which moves on when it rings too early: one for each wait would cost as much as a token."""
@@ -239,6 +257,6 @@ class Answer:
         now, due = loop.time(), self._due
         if now >= due:
             self._wake.set()
-            due = min(now + self._keep_alive_s, self.deadline)
+            due = min(now + self._patience.keep_alive, max(self._given_up_at, now + MIN_TIMER_S), self.deadline)
         if now < self.deadline:
             self._timer = loop.call_at(due, self._on_timer)

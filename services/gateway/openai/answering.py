@@ -10,7 +10,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from services.gateway.answer import Answer, Choice, Delta, Echo, FinishReason, ScoredToken
+from services.gateway.answer import Answer, Choice, Delta, Echo, FinishReason, Patience, ScoredToken
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
@@ -88,7 +88,8 @@ def _submit(
         for choice in choices:
             choice.generation.close()
         raise
-    return Answer(choices, body.candidates, wake, gateway.settings.keep_alive_s, request.state.deadline, metrics.tokens, metrics.sent)
+    patience = Patience(gateway.settings.keep_alive_s, gateway.settings.first_token_timeout_s, gateway.settings.idle_timeout_s)
+    return Answer(choices, body.candidates, wake, patience, request.state.deadline, metrics.tokens, metrics.sent)
 
 
 async def _outcomes(answer: Answer) -> list[Outcome]:

@@ -18,6 +18,7 @@ from services.gateway.key_command import make_key
 from services.gateway.keys import ApiKey, digest_of
 from services.gateway.limits import Limits, shared_memory
 from shared.errors import ConfigError
+from tests.processes import eventually_async
 from tests.services.gateway.conftest import EOS, Stack, assert_error, events
 
 Start = Callable[..., Awaitable[Stack]]
@@ -45,13 +46,6 @@ async def raw_answer(stack: Stack, authorization: bytes) -> bytes:
     answer = await reader.read()
     writer.close()
     return answer
-
-
-async def submitted(stack: Stack, count: int) -> None:
-    """So many requests have come to the scheduler."""
-    async with asyncio.timeout(10):
-        while len(stack.scheduler.submits) < count:
-            await asyncio.sleep(0.01)
 
 
 async def test_sec_02_keys(start: Start, key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,9 +120,7 @@ async def test_the_file_is_read_again(
     assert await status(old) == 200
     content = json.loads(key_file.read_text())
     key_file.write_text("{")
-    async with asyncio.timeout(10):
-        while "stay good" not in caplog.text:
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: "stay good" in caplog.text)
     assert (await status(old), await status(new)) == (200, 200)
     key_file.write_text(json.dumps({"keys": [each for each in content["keys"] if each["name"] == "new"]}))
     await becomes(old, 401)
@@ -182,18 +174,33 @@ def test_the_command_makes_keys(key_file: Path, capsys: pytest.CaptureFixture[st
     assert len(keys.read(key_file)) == 1
 
 
+async def test_a_key_is_a_tenant_with_a_cache_of_its_own(start: Start, key_file: Path) -> None:
+    """PFX-07: a client cannot choose another tenant's cache, whatever salt it sends."""
+    mine, colleague, stranger = keys.add(key_file, "a", "team"), keys.add(key_file, "b", "team"), keys.add(key_file, "c")
+    stack = await start(api_keys=key_file)
+    stack.plays([40], [EOS])
+    for key in (mine, colleague, stranger):
+        for salt in ({}, {"cache_salt": "team"}):
+            assert (await chat_with(stack, bearer(key), tenant="c", **salt)).status_code == 200
+    submits = stack.scheduler.submits
+    assert [submit.tenant for submit in submits] == ["team", "team", "team", "team", "c", "c"]
+    salts = [submit.cache_salt for submit in submits]
+    assert salts[:2] == salts[2:4]
+    assert len({*salts}) == 4
+
+
 async def test_limits_of_a_key(start: Start, key_file: Path) -> None:
     limited, free = keys.add(key_file, "limited", concurrent_requests=1), keys.add(key_file, "free")
     stack = await start(api_keys=key_file)
     held = asyncio.Event()
     stack.plays([40], held, [EOS])
     first = asyncio.create_task(chat_with(stack, bearer(limited)))
-    await submitted(stack, 1)
+    await eventually_async(lambda: len(stack.scheduler.submits) == 1)
     refused = await chat_with(stack, bearer(limited))
     assert_error(refused, 429, None, "rate_limit_exceeded")
     assert int(refused.headers["retry-after"]) >= 1
     other = asyncio.create_task(chat_with(stack, bearer(free)))
-    await submitted(stack, 2)
+    await eventually_async(lambda: len(stack.scheduler.submits) == 2)
     held.set()
     assert [(await each).status_code for each in (first, other)] == [200, 200]
     assert (await chat_with(stack, bearer(limited))).status_code == 200, "room again"

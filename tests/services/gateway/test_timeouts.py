@@ -1,0 +1,43 @@
+"""How long a client is let wait, and for what."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tests.processes import eventually_async
+from tests.services.gateway.conftest import EOS, Stack, assert_error
+
+Start = Callable[..., Awaitable[Stack]]
+
+
+async def test_a_first_token_that_does_not_come(start: Start) -> None:
+    stack = await start(first_token_timeout_s=0.2, idle_timeout_s=60)
+    stack.plays(asyncio.Event())
+    for stream in (False, True):
+        assert_error(await stack.chat(stream=stream), 504, None)
+    await eventually_async(lambda: len(stack.scheduler.cancels) == 2)
+
+
+async def test_an_answer_that_does_not_go_on(start: Start) -> None:
+    stack = await start(idle_timeout_s=0.2, first_token_timeout_s=60, keep_alive_s=0.05)
+    stack.plays([40], asyncio.Event())
+    assert_error(await stack.chat(), 504, None)
+    answer = await stack.chat(stream=True)
+    *_, last, rest = answer.text.split("\n\n")
+    assert '"no token has come for' in last
+    assert '"type":"server_error"' in last
+    assert (rest, "[DONE]" in answer.text) == ("", False)
+    await eventually_async(lambda: len(stack.scheduler.cancels) == 2)
+
+
+async def test_each_token_gives_new_time(start: Start) -> None:
+    stack = await start(idle_timeout_s=0.5, first_token_timeout_s=0.5)
+    stack.plays(*([40 + step] for step in range(8)), [EOS], step_s=0.15)
+    assert (await stack.chat()).status_code == 200
+
+
+async def test_keep_alives_go_on_until_the_first_token_is_given_up(start: Start) -> None:
+    stack = await start(first_token_timeout_s=0.5, keep_alive_s=0.1)
+    stack.plays(asyncio.Event())
+    answer = await stack.chat(stream=True)
+    assert answer.text.count(": keep-alive\n\n") >= 2
+    assert '"no token has come for' in answer.text
