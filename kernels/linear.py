@@ -84,11 +84,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: 
     shares = tuned.splits * rows * columns * (2 if gated else 1) if tuned.splits > 1 else 0
     partial = torch.empty(shares, dtype=torch.float32, device=x.device)
     even = size % (tuned.inner_block * tuned.splits) == 0 and columns % tuned.column_block == 0
+    prefetch = tuned.prefetch if size * weight.element_size() % 16 == 0 else 0  # what the copy engine can address
     early = even and tuned.row_block == 1 and size == tuned.inner_block * tuned.splits
     _kernel[(column_tiles, tuned.splits, row_tiles)](
         x, weight, bias, y, partial, counters(x.device), rows, columns, size, x.stride(0),
         gated, bias is not None, even, early, tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block,
-        tuned.stages, tuned.prefetch, num_warps=tuned.warps, **pdl_options(x.device),
+        tuned.stages, prefetch, num_warps=tuned.warps, **pdl_options(x.device),
     )  # fmt: skip
     return y
 
