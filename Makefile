@@ -89,6 +89,10 @@ test-system: .venv/stamp ## Run the tests that need root, Debian packages or a r
 test-gpu: .venv/stamp ## Run the tests that need GPUs
 	@$(BIN)/python -m pytest tests/gpu
 
+chaos: REQUESTS ?= 100000
+chaos: .venv/stamp ## Ask REQUESTS times while services are killed, stopped and drained (for an hour and more)
+	@$(BIN)/python -m tests.e2e.chaos $(REQUESTS)
+
 test-cluster: .venv/stamp ## Run the tests that need a KUBECONFIG
 	@$(BIN)/python -m pytest -rs tests/cluster
 

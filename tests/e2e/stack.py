@@ -78,8 +78,11 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """What its admin port says."""
-        return httpx.get(f"http://127.0.0.1:{self.ports['admin']}/readyz", timeout=1.0).is_success
+        """What its admin port says, if it answers."""
+        try:
+            return not self.ended and httpx.get(f"http://127.0.0.1:{self.ports['admin']}/readyz", timeout=1.0).is_success
+        except httpx.TransportError:
+            return False
 
     def metrics(self, **labels: str) -> dict[str, float]:
         """All samples of its admin port that have these labels, summed over the others."""
@@ -123,7 +126,7 @@ class Stack:
         self._worker_args += worker_args
         self._scheduler_args, self._gateway_args = list(scheduler_args), gateway_args
         if schedulers > 1:
-            lease = ["--leadership", f"file:{folder / 'lease'}", "--lease-duration-s", "1", "--lease-renewal-s", "0.2"]
+            lease = ["--leadership", f"file:{folder / 'lease'}", "--lease-duration-s", "1.5", "--lease-renewal-s", "0.3"]
             self._scheduler_args = [*lease, *scheduler_args]
         self._num_workers, self._num_schedulers = workers, schedulers
         self.workers: list[Service] = []
@@ -184,7 +187,7 @@ class Stack:
     @property
     def leader(self) -> Service:
         """The scheduler that leads, and has a group."""
-        (leader,) = [scheduler for scheduler in self.schedulers if not scheduler.ended and scheduler.ready]
+        (leader,) = [scheduler for scheduler in self.schedulers if scheduler.ready]
         return leader
 
     def running(self) -> list[int]:
