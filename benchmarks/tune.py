@@ -33,6 +33,7 @@ from shared.errors import ConfigError
 ROWS = (1, 16, 32, 64)
 GAIN = 0.98  # of the library's time, that a configuration must stay below
 ROUGH_REPLAYS, FINE_REPLAYS, FINALISTS = 4, 20, 4
+FINE_SHARE = 0.35  # of the time, that the first round leaves
 PROCESSES = 14
 MAX_SHARED_BYTES = 220 * 1024
 MULTIPROCESSORS = 132  # about: what a grid should fill, once to some times
@@ -186,7 +187,7 @@ def tune(models: Sequence[str], rows: Sequence[int], seconds: float, out: Path) 
         compiled(Job(each, count, tuned) for each, count in wanted for tuned in candidates(each, count))
         finalists: dict[tuple[Product, int], list[Config]] = {}
         for each, count in wanted:
-            if time.monotonic() < deadline:
+            if time.monotonic() < deadline - FINE_SHARE * seconds:
                 best = Inputs(each, count).timed(candidates(each, count), ROUGH_REPLAYS)[:FINALISTS]
                 finalists[each, count] = [variant for _, tuned in best for variant in (tuned, *reading_ahead(each, tuned))]
         compiled(Job(each, count, tuned) for (each, count), found in finalists.items() for tuned in found)
@@ -194,6 +195,8 @@ def tune(models: Sequence[str], rows: Sequence[int], seconds: float, out: Path) 
     table: Table = {}
     lines: list[Sequence[Value]] = []
     for (each, count), found in finalists.items():
+        if time.monotonic() > deadline:
+            break
         inputs = Inputs(each, count)
         ours, library_us = inputs.timed(found, FINE_REPLAYS)[0], inputs.library_us()
         won = ours.us < GAIN * library_us
@@ -202,6 +205,7 @@ def tune(models: Sequence[str], rows: Sequence[int], seconds: float, out: Path) 
             table.setdefault(each.operation, {}).setdefault(shape, {})[str(count)] = list(ours.tuned)
         rate = each.weight_bytes / min(ours.us, library_us) / 1e6
         lines.append((each.operation, shape, count, library_us, ours.us, "ours" if won else "library", rate, str([*ours.tuned])))
+        print(f"{each.operation} {shape} M={count}: library {library_us:.2f}, ours {ours.us:.2f} us, {[*ours.tuned]}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     path = out / file_name(torch.cuda.get_device_name())
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
