@@ -143,12 +143,16 @@ async def received(stream: AsyncIterator[M], peer: str, silence_s: float = SILEN
 
 
 @contextlib.asynccontextmanager
-async def channel(target: str, tls: Path | None = None) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel of our options to `host:port`, with the certificates of a folder (see `shared.tls`) or in the clear."""
+async def channel(target: str, tls: Path | None = None, name: str | None = None) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel of our options to `host:port`, with the certificates of a folder (see `shared.tls`) or in the clear.
+
+    name: what the peer's certificate must name, where that is not the host.
+    """
     if tls is None:
         opening = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
     else:
-        opening = grpc.aio.secure_channel(target, channel_credentials(tls), options=CHANNEL_OPTIONS)
+        named = (("grpc.ssl_target_name_override", name),) if name is not None else ()
+        opening = grpc.aio.secure_channel(target, channel_credentials(tls), options=(*CHANNEL_OPTIONS, *named))
     async with opening as opened:
         yield opened
 

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from services.scheduler.leadership import Leadership, Lease, NoLease
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.server import STANDBY, GenerationService
 from services.scheduler.settings import SchedulerSettings
+from services.scheduler.workers import Endpoints, Workers
 from shared.admin import admin
 from shared.metrics import new_registry
 from shared.process import write_ports
@@ -34,14 +36,42 @@ SETTLED_EVERY_S = 0.005
 STOP_S = 1.0  # for what is on its way to gateways
 
 
+Follow = Callable[[Callable[[Endpoints], None]], Coroutine[object, object, None]]
+
+
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set. Raises LockstepError when a port is taken."""
-    async with tracing("lockstep-scheduler", settings.trace_endpoint, settings.trace_ratio) as tracer:
-        await _serve(settings, stop, History(tracer, settings.log_requests))
+    async with tracing("lockstep-scheduler", settings.trace_endpoint, settings.trace_ratio) as tracer, _surroundings(settings) as around:
+        await _serve(settings, stop, History(tracer, settings.log_requests), *around)
 
 
-async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: History) -> None:
-    leadership = Leadership(_lease(settings))
+@asynccontextmanager
+async def _surroundings(settings: SchedulerSettings) -> AsyncIterator[tuple[Lease, Follow | None]]:
+    """The lease, and what follows the workers as they come and go, if anything does."""
+    kind, _, place = settings.leadership.partition(":")
+    times = settings.lease_duration_s, settings.lease_renewal_s, settings.tls_folder
+    lease: Lease = FileLease(Path(place), *times) if kind == "file" else NoLease()
+    if kind != "lease" and settings.worker_service is None:
+        yield lease, None
+        return
+    # The client library is large: it is loaded where it is used.
+    from services.scheduler.discovery import follow
+    from services.scheduler.kubernetes_api import kubernetes_api
+    from services.scheduler.kubernetes_lease import KubernetesLease
+
+    async with kubernetes_api() as api:
+        if kind == "lease":
+            namespace, name = place.split("/")
+            lease = KubernetesLease(api, namespace, name, *times)
+        if settings.worker_service is None:
+            yield lease, None
+        else:
+            namespace, name = settings.worker_service.split("/")
+            yield lease, lambda on_change: follow(api, namespace, name, on_change)
+
+
+async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: History, lease: Lease, follow: Follow | None) -> None:
+    leadership = Leadership(lease)
     registry = new_registry("scheduler")
     metrics = SchedulerMetrics(settings.served_model_name, settings.vllm_names, registry)
     generation = GenerationService(settings, leadership, metrics, history)
@@ -72,7 +102,13 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
 
     async def lead(address: str) -> None:
         await leadership.acquire(address)
-        await _together([tick(), leadership.hold(), *(worker.run() for worker in workers)])
+        workers = Workers(worker)
+        for target in settings.worker:
+            workers.add(target)
+        works = [tick(), leadership.hold(), workers.run()]
+        if follow is not None:
+            works.append(follow(workers.follow))
+        await _together(works)
 
     async def hand_over() -> None:
         """Nothing is lost that has been computed: the next leader goes on after it."""
@@ -84,8 +120,9 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_GenerationServicer_to_server(generation, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    workers = [
-        Worker(
+
+    def worker(target: str, name: str | None) -> Worker:
+        return Worker(
             target,
             scheduler,
             leadership,
@@ -98,9 +135,9 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             settings.prefix_cache,
             changed.set,
             settings.tls_folder,
+            name,
         )
-        for target in settings.worker
-    ]
+
     pages = {
         "/debug/requests": lambda: scheduler.requests_page(time.monotonic()),
         "/debug/groups": lambda: groups_page(scheduler.groups),
@@ -111,7 +148,9 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
             logger.info("listening on %s:%d", settings.host, port)
-            running = asyncio.create_task(_together([tell_health(), lead(_reachable(settings.host, port))]))
+            running = asyncio.create_task(
+                _together([tell_health(), lead(f"{settings.advertise_host or ANYWHERE.get(settings.host, settings.host)}:{port}")])
+            )
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
@@ -122,7 +161,7 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             await asyncio.wait((running, stopping))
             if not running.cancelled():
                 running.result()  # what ended us
-            leadership.release()
+            await leadership.release()
         finally:
             await server.stop(STOP_S)
 
@@ -136,18 +175,6 @@ async def _together(works: Sequence[Coroutine[object, object, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _lease(settings: SchedulerSettings) -> Lease:
-    kind, _, folder = settings.leadership.partition(":")
-    return (
-        FileLease(Path(folder), settings.lease_duration_s, settings.lease_renewal_s, settings.tls_folder) if kind == "file" else NoLease()
-    )
-
-
-def _reachable(host: str, port: int) -> str:
-    """Where others on this machine find us."""
-    return f"{ANYWHERE.get(host, host)}:{port}"
 
 
 def main() -> None:

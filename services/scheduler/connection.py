@@ -52,9 +52,12 @@ class Worker:
         prefix_cache: bool,
         on_change: Callable[[], None],
         tls: Path | None = None,
+        name: str | None = None,
     ) -> None:
-        """on_change: called when a group has come or gone. tls: see `shared.tls`."""
-        self._target, self._tls = target, tls
+        """on_change: called when a group has come or gone. tls and name: see `shared.rpc.channel`."""
+        self._target, self._tls, self._name = target, tls, name
+        self._leaving = False
+        self._groups: set[Group] = set()
         self._scheduler, self._leadership, self._metrics = scheduler, leadership, metrics
         self._max_step_tokens = max_step_tokens
         self._overlap, self._bursts, self._jump = overlap, bursts, jump
@@ -69,7 +72,7 @@ class Worker:
         delay_s = FIRST_DELAY_S
         try:
             while True:
-                async with channel(self._target, self._tls) as opened:
+                async with channel(self._target, self._tls, self._name) as opened:
                     stub = ExecutionStub(opened)
                     all_open = await self._open_streams(stub)
                     while self._streams:  # of a worker that is gone the next connection is a new one, with certificates read anew
@@ -88,6 +91,15 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*self._streams.values(), return_exceptions=True)
 
+    def leave(self) -> None:
+        """Its pod is about to stop: no new requests, and those that it has move where there is room."""
+        if not self._leaving:
+            self._leaving = True
+            self._tell("", "about to stop")
+            for group in self._groups:
+                self._scheduler.drain_group(group, time.monotonic())
+            self._on_change()
+
     async def _open_streams(self, stub: ExecutionStub) -> bool:
         """Opens a stream to each group that is ready and has none. Returns whether every group has one."""
         self._streams = {name: task for name, task in self._streams.items() if not task.done()}
@@ -101,6 +113,8 @@ class Worker:
         self._told.pop("", None)
         for described in answer.groups:
             if described.name in self._streams:
+                continue
+            if self._leaving:
                 continue
             if described.ready:
                 self._streams[described.name] = asyncio.create_task(self._keep(stub, described))
@@ -175,6 +189,7 @@ class Worker:
             outbox.close()
             call.cancel()
             if group is not None:
+                self._groups.discard(group)
                 self._scheduler.remove_group(group, time.monotonic())
                 self._on_change()
 
@@ -183,6 +198,7 @@ class Worker:
         assert model is not None  # learnt before
         self._scheduler.model = replace(model, max_length=max(model.max_length, group.max_length))
         self._scheduler.add_group(group, time.monotonic())
+        self._groups.add(group)
         self._tell(group.name, what)
         self._on_change()
 

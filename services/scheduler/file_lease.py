@@ -14,16 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
+from services.scheduler.heartbeat import answers
 from services.scheduler.leadership import SteppedDown
 from shared.errors import ConfigError
-from shared.rpc import channel
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 1.0  # that a holder has to answer
 MAX_BYTES = 4096  # of a file
 
 
@@ -59,7 +55,7 @@ class FileLease:
             if holder is None or holder.address in ("", address):  # nobody, or one before us at our own address
                 gone = True
             else:
-                gone = time.monotonic() - since > self._duration_s and not await _answers(holder.address, self._tls)
+                gone = time.monotonic() - since > self._duration_s and not await answers(holder.address, self._tls)
             if gone and self._create(epoch := holder.epoch + 1 if holder else 1):
                 return epoch
             await asyncio.sleep(self._renewal_s / 4)
@@ -79,7 +75,7 @@ class FileLease:
             except OSError as error:  # no reason to step down: nobody else has it
                 logger.warning("the lease in %s cannot be renewed: %s", self._folder, error)
 
-    def release(self) -> None:
+    async def release(self) -> None:
         try:
             self._write("").replace(self._path(self._epoch))
         except OSError as error:
@@ -133,13 +129,3 @@ class FileLease:
 
     def _path(self, epoch: int) -> Path:
         return self._folder / str(epoch)
-
-
-async def _answers(address: str, tls: Path | None) -> bool:
-    async with channel(address, tls) as opened:
-        try:
-            await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
-        except grpc.aio.AioRpcError as error:
-            logger.info("the scheduler at %s, which leads, does not answer: %s", address, error.code().name.lower())
-            return False
-    return True

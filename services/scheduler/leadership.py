@@ -36,7 +36,7 @@ class Lease(Protocol):
     async def hold(self) -> None:
         """Renews it until cancelled. Raises SteppedDown when somebody else has it."""
 
-    def release(self) -> None:
+    async def release(self) -> None:
         """Gives it to whoever comes first."""
 
 
@@ -52,7 +52,7 @@ class NoLease:
     async def hold(self) -> None:
         await asyncio.Event().wait()
 
-    def release(self) -> None:
+    async def release(self) -> None:
         pass
 
 
@@ -78,9 +78,9 @@ class Leadership:
         """Until cancelled. Raises SteppedDown when another leads."""
         await self._lease.hold()
 
-    def release(self) -> None:
+    async def release(self) -> None:
         if self.leads:
-            self._lease.release()
+            await self._lease.release()
 
     async def next_stream(self, highest_epoch: int, highest_stream: int) -> tuple[int, int]:
         """(epoch, stream number) for a new Execute stream to a group that has seen these: strictly above them.

@@ -8,6 +8,8 @@ from pydantic_settings import SettingsConfigDict
 from services.scheduler.policy import PolicyName
 from shared.settings import Addresses, AdminPort, Settings, TraceEndpoint, TraceRatio
 
+NAME = "[a-z0-9]([-a-z0-9.]{0,250}[a-z0-9])?"  # of an object in Kubernetes
+
 
 class SchedulerSettings(Settings):
     """`LOCKSTEP_SCHEDULER_*`; read once, in `main`."""
@@ -16,7 +18,11 @@ class SchedulerSettings(Settings):
 
     port: int = Field(7100, ge=0, le=65535, description="gRPC port; 0 lets the kernel pick.")
     admin_port: AdminPort = 9101
-    worker: Addresses = Field(min_length=1, description="Address host:port of a worker; repeatable, in the variable separated by commas.")
+    worker: Addresses = Field([], description="Address host:port of a worker; repeatable, in the variable separated by commas.")
+    worker_service: Annotated[str, StringConstraints(pattern=rf"^{NAME}/{NAME}$")] | None = Field(
+        None, description="NAMESPACE/NAME of a Kubernetes Service whose pods are the workers; beside or instead of addresses."
+    )
+    advertise_host: str | None = Field(None, min_length=1, description="Host at which standbys reach us; default: the one we listen on.")
     served_model_name: str = Field("default", min_length=1, max_length=256, description="Label model_name of the metrics.")
     vllm_names: bool = Field(True, description="Export the engine's series under vLLM's names too.")
     log_requests: bool = Field(False, description="Log what each request went through when it ends; else only at log level debug.")
@@ -28,8 +34,10 @@ class SchedulerSettings(Settings):
     max_waiting_requests: int = Field(1024, ge=1, description="Requests that may wait for a slot; further ones are rejected as overload.")
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="Prompt tokens that may wait; one request alone may exceed it.")
     group_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no worker group can take them.")
-    leadership: Annotated[str, StringConstraints(pattern=r"^(none|file:.+)$")] = Field(
-        "none", description="Who leads, of several schedulers: none, there is one; file:FOLDER, a lease in a folder that they share."
+    leadership: Annotated[str, StringConstraints(pattern=rf"^(none|file:.+|lease:{NAME}/{NAME})$")] = Field(
+        "none",
+        description="Who leads, of several schedulers: none, there is one; file:FOLDER, a lease in a folder that they share; "
+        "lease:NAMESPACE/NAME, a Kubernetes Lease.",
     )
     lease_duration_s: float = Field(
         3.0, gt=0, description="A leader that has not renewed its lease for so long, and does not answer, is replaced."
@@ -47,6 +55,12 @@ class SchedulerSettings(Settings):
         if len(set(value)) < len(value):
             raise ValueError("a worker is given twice: its two streams would take it from each other")
         return value
+
+    @model_validator(mode="after")
+    def there_are_workers(self) -> Self:
+        if not self.worker and self.worker_service is None:
+            raise ValueError("worker: name a worker, or the Service of all by worker_service")
+        return self
 
     @model_validator(mode="after")
     def leader_may_miss_one_renewal(self) -> Self:

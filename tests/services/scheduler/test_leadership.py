@@ -61,7 +61,7 @@ async def test_a_lease_that_was_given_up_is_taken_without_a_wait(tmp_path: Path)
     async with alive() as address:
         first = lease(tmp_path)
         await first.acquire(address)
-        first.release()
+        await first.release()
         assert await asyncio.wait_for(lease(tmp_path).acquire(address), 10) == 2
 
 
@@ -87,7 +87,7 @@ async def test_of_many_that_wait_one_leads(tmp_path: Path) -> None:
     first = lease(tmp_path)
     await first.acquire(NOBODY)
     waiting = [asyncio.create_task(lease(tmp_path).acquire(f"127.0.0.1:{port}")) for port in range(2, 7)]
-    first.release()
+    await first.release()
     epochs = await asyncio.wait_for(asyncio.gather(*waiting), 20)  # none renews, so each has its turn
     assert sorted(epochs) == [2, 3, 4, 5, 6]
 

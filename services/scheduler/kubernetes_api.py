@@ -1,0 +1,30 @@
+"""The API server of the cluster that we run in, or that KUBECONFIG names."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from kubernetes.aio import client, config
+
+from shared.errors import ConfigError
+
+TIMEOUT_S = 5.0  # of one call
+
+# What a call may end with while the API server is away, overloaded or being replaced. None of it is a reason to change anything.
+UNREACHABLE = (client.ApiException, aiohttp.ClientError, TimeoutError, OSError)
+
+
+@asynccontextmanager
+async def kubernetes_api() -> AsyncIterator[client.ApiClient]:
+    """Raises ConfigError when there is no cluster to talk to."""
+    settings = client.Configuration()
+    try:
+        if os.environ.get("KUBECONFIG"):
+            await config.load_kube_config(client_configuration=settings)
+        else:
+            config.load_incluster_config(client_configuration=settings)
+    except config.ConfigException as error:
+        raise ConfigError(f"no Kubernetes cluster: neither a pod's service account nor KUBECONFIG: {error}") from error
+    async with client.ApiClient(settings) as api:
+        yield api

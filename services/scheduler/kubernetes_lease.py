@@ -1,0 +1,155 @@
+"""A Lease object of the cluster, for schedulers in different pods.
+
+Its annotations hold the epoch and the holder's address. Every write names the version that it was decided on, so of two that take over one
+fails. Whoever waits counts from when it saw the last renewal, by its own clock, and asks the holder itself before it takes over.
+"""
+
+import asyncio
+import datetime
+import logging
+import time
+from pathlib import Path
+
+from kubernetes.aio import client
+
+from services.scheduler.heartbeat import answers
+from services.scheduler.kubernetes_api import TIMEOUT_S, UNREACHABLE
+from services.scheduler.leadership import SteppedDown
+
+logger = logging.getLogger(__name__)
+
+EPOCH, ADDRESS = "lockstep/epoch", "lockstep/address"
+CONFLICT, ABSENT = 409, 404
+
+
+class KubernetesLease:
+    """`duration_s`: a holder that has not renewed for so long is asked whether it lives; it renews every `renewal_s`."""
+
+    def __init__(
+        self, api: client.ApiClient, namespace: str, name: str, duration_s: float, renewal_s: float, tls: Path | None = None
+    ) -> None:
+        self._leases = client.CoordinationV1Api(api)
+        self._namespace, self._name = namespace, name
+        self._duration_s, self._renewal_s, self._tls = duration_s, renewal_s, tls
+        self._address = ""
+        self._epoch = 0
+        self._unwritten = False  # our epoch has risen while the API server was away
+        self._told = ""
+
+    async def acquire(self, address: str) -> int:
+        self._address = address
+        seen, since = "", time.monotonic()
+        while True:
+            try:
+                lease = await self._read()
+                version = _version(lease) or "absent"
+                if version != seen:
+                    seen, since = version, time.monotonic()
+                holder = _annotation(lease, ADDRESS)
+                if holder not in ("", address):
+                    self._tell(f"waiting: the scheduler at {holder} leads")
+                    gone = time.monotonic() - since > self._duration_s and not await answers(holder, self._tls)
+                else:  # nobody, or one before us at our own address
+                    gone = True
+                if gone and await self._write(lease, _epoch(lease) + 1, address):
+                    return self._epoch
+            except UNREACHABLE as error:
+                self._tell(f"waiting for the API server: {_line(error)}")
+            await asyncio.sleep(self._renewal_s / 4)
+
+    async def raise_epoch(self, epoch: int) -> None:
+        try:
+            lease = await self._read()
+            self._check(lease)
+            if await self._write(lease, epoch, self._address):
+                return
+            raise SteppedDown(f"another scheduler has written the lease while we took epoch {epoch}")
+        except UNREACHABLE as error:  # the workers' word is enough; whoever took over meanwhile would need the API server too
+            logger.warning("epoch %d is not in the lease yet: %s", epoch, _line(error))
+            self._epoch, self._unwritten = epoch, True
+
+    async def hold(self) -> None:
+        while True:
+            await asyncio.sleep(self._renewal_s)
+            try:
+                lease = await self._read()
+                self._check(lease)
+                await self._write(lease, self._epoch, self._address)
+                self._tell("")
+            except UNREACHABLE as error:  # no reason to step down: nobody else can have it
+                self._tell(f"the lease cannot be renewed, we lead on: {_line(error)}")
+
+    async def release(self) -> None:
+        try:
+            lease = await self._read()
+            if lease is not None and _epoch(lease) == self._epoch:
+                await self._write(lease, self._epoch, "")
+        except UNREACHABLE as error:
+            logger.warning("the lease cannot be given up, and will run out: %s", _line(error))
+
+    def _check(self, lease: client.V1Lease | None) -> None:
+        """Raises SteppedDown when a higher epoch than ours is there, or ours in other hands."""
+        epoch, holder = _epoch(lease), _annotation(lease, ADDRESS)
+        if epoch > self._epoch or (epoch == self._epoch and holder != self._address and not self._unwritten):
+            raise SteppedDown(f"the scheduler at {holder or '(gone)'} leads now, with epoch {epoch}; ours was {self._epoch}")
+
+    async def _read(self) -> client.V1Lease | None:
+        """None when there is none yet."""
+        try:
+            return await self._leases.read_namespaced_lease(self._name, self._namespace, _request_timeout=TIMEOUT_S)
+        except client.ApiException as error:
+            if error.status == ABSENT:
+                return None
+            raise
+
+    async def _write(self, before: client.V1Lease | None, epoch: int, address: str) -> bool:
+        """Whether it was still as before, and is now as told. An empty address gives it up."""
+        now = datetime.datetime.now(datetime.UTC)
+        annotations = {EPOCH: str(epoch), ADDRESS: address}
+        metadata = client.V1ObjectMeta(name=self._name, annotations=annotations, resource_version=_version(before))
+        last = before.spec if before is not None and before.spec is not None else client.V1LeaseSpec()
+        taken = address != _annotation(before, ADDRESS)
+        spec = client.V1LeaseSpec(
+            holder_identity=address,
+            lease_duration_seconds=max(1, round(self._duration_s)),
+            renew_time=now,
+            acquire_time=now if taken else last.acquire_time,
+            lease_transitions=(last.lease_transitions or 0) + taken,
+        )
+        lease = client.V1Lease(api_version="coordination.k8s.io/v1", kind="Lease", metadata=metadata, spec=spec)
+        try:
+            if before is None:
+                await self._leases.create_namespaced_lease(self._namespace, lease, _request_timeout=TIMEOUT_S)
+            else:
+                await self._leases.replace_namespaced_lease(self._name, self._namespace, lease, _request_timeout=TIMEOUT_S)
+        except client.ApiException as error:
+            if error.status == CONFLICT:
+                return False
+            raise
+        self._epoch = max(self._epoch, epoch)  # it may have risen while we wrote
+        self._unwritten = self._epoch > epoch
+        return True
+
+    def _tell(self, what: str) -> None:
+        if what != self._told:
+            self._told = what
+            logger.info("%s", what or "the lease is renewed again")
+
+
+def _version(lease: client.V1Lease | None) -> str | None:
+    return lease.metadata.resource_version if lease is not None and lease.metadata is not None else None
+
+
+def _annotation(lease: client.V1Lease | None, key: str) -> str:
+    metadata = lease.metadata if lease is not None else None
+    return str(((metadata.annotations if metadata is not None else None) or {}).get(key, ""))
+
+
+def _epoch(lease: client.V1Lease | None) -> int:
+    """0 when nobody ever led. Somebody else's lease, or one that was edited, counts as none."""
+    text = _annotation(lease, EPOCH)
+    return int(text) if text.isdecimal() and len(text) < 20 else 0
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
