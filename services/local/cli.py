@@ -50,6 +50,9 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each rank. Default: its share of the CPUs.")] = None,
     host: Annotated[str, typer.Option(help="Address of the gateway; worker and scheduler stay on the loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free one.")] = 8000,
+    api_keys: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File of API keys, needed where --host is not the loopback.")
+    ] = None,
     standby: Annotated[bool, typer.Option("--standby", help="Start a second scheduler, which takes over when the first is gone.")] = False,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="debug: all logs on the terminal.")] = "info",
     engine: Annotated[Literal["torch", "scripted"], typer.Option(hidden=True)] = "torch",
@@ -67,6 +70,7 @@ def serve(
         port=port,
         log_level=log_level,
         worker=tuple(worker),
+        api_keys=api_keys.absolute() if api_keys is not None else None,
         standby=standby,
     )
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -66,6 +66,7 @@ class Options:
     port: int
     log_level: str
     worker: tuple[str, ...] = ()
+    api_keys: Path | None = None  # the gateway's file of them
     standby: bool = False  # a second scheduler, which takes over when the first is gone
 
 
@@ -87,14 +88,17 @@ class Launcher:
     async def run(self) -> None:
         """Serves until a signal. Raises ConfigError at start, ChildEnded when a service ends then, or too often later."""
         options = self.options
+        if options.api_keys is None and not is_loopback(options.host):
+            raise ConfigError(
+                f"--host {options.host} lets whoever reaches it use it: name a file of API keys with --api-keys; "
+                "'python -m services.gateway key NAME --file FILE' makes one"
+            )
         port = free_port(options.host, options.port)
         folder = Path(".lockstep").absolute()
         run_file = folder / f"run-{port}.json"
         run_file.unlink(missing_ok=True)  # of a launcher that was killed: the port is free
         self.logs, self.lease = folder / f"logs-{port}", folder / f"lease-{port}"
         self.logs.mkdir(parents=True, exist_ok=True)
-        if not is_loopback(options.host):
-            logger.warning("listening on %s: whoever reaches it can use it, there is no key", options.host)
         try:
             model = options.model or await self._demo_model()
             names = options.served_model_names or (model.name,)
@@ -130,6 +134,7 @@ class Launcher:
             ports[name] = await self._start_child(name, LOOPBACK, scheduler, progress)
         gateway = [f"--scheduler={at(LOOPBACK, ports[name])}" for name in schedulers]
         gateway += ["--drain-s", f"{DRAIN_S:g}", *(f"--served-model-name={name}" for name in names)]
+        gateway += [f"--api-keys={self.options.api_keys}"] if self.options.api_keys is not None else []
         ports["gateway"] = await self._start_child("gateway", self.options.host, gateway, progress, port)
         return ports
 
@@ -243,9 +248,10 @@ class Launcher:
         """Tells the user that all is ready."""
         question = {"role": "user", "content": "What is the capital of France?"}
         body = json.dumps({"model": names[0], "temperature": 0, "messages": [question]})
+        key = " -H 'Authorization: Bearer KEY'" if self.options.api_keys is not None else ""
         self.console.print(
-            f"Lockstep is ready: {names[0]} at {url}/v1, logs in {self.logs}. Ctrl-C stops it. Try\n\n"
-            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+            f"Lockstep is ready: {names[0]} at {url}/v1, logs in {self.logs}. Ctrl-C stops it. Open {url}/ or try\n\n"
+            f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
         )
 
 

@@ -6,6 +6,8 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,12 +198,20 @@ def test_ctrl_c_ends_the_download_of_the_demo_model(launch: Serve, tmp_path: Pat
             assert launched.end() == 0
 
 
-def test_an_open_door_is_told(serve: Serve) -> None:
-    launched = serve("--host", "0.0.0.0")
-    run = launched.ready()
-    assert httpx.get(f"{run['url']}/health").status_code == 200
-    (line,) = [line for line in launched.output.splitlines() if line.startswith("warning")]
-    assert "0.0.0.0" in line
+def test_without_keys_only_the_loopback_is_served(launch: Serve) -> None:
+    launched = launch("serve", "--port", "0", "--host", "0.0.0.0")
+    assert launched.end() == 2
+    assert "--api-keys" in launched.output
+
+
+def test_with_keys_any_address_is_served(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    made = subprocess.run(
+        [sys.executable, "-m", "services.gateway", "key", "alice", "--file", str(file)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    url = serve("--host", "0.0.0.0", "--api-keys", str(file)).ready()["url"]
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    assert httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {made.stdout.strip()}"}).status_code == 200
 
 
 @pytest.mark.parametrize("host, expected", [("localhost", True), ("127.8.9.1", True), ("::1", True), ("0.0.0.0", False), ("::", False)])
