@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.stack import STOP_S, Service
+from tests.e2e.stack import START_S, STOP_S, Service
 from tests.exposition import samples
-from tests.processes import Family
+from tests.processes import Family, eventually
 from tests.services.scheduler.session_client import SessionClient, session, submit
 from tests.services.scheduler.test_service import scheduling
 
@@ -47,12 +47,14 @@ def conversations() -> list[tuple[list[int], list[int]]]:
     """(prompt, what is said next); a few beginnings are common."""
     chance = Random(40)
     systems = [[chance.randrange(3, 300) for _ in range(length)] for length in (20, 33, 48)]
-    return [
+    long = [chance.randrange(3, 300) for _ in range(200)]
+    extremes = [([7], [8]), (long, [9]), (long, [10]), (long[:150], [11])]  # one token, two equal prompts, a part of them
+    return extremes + [
         (
             chance.choice(systems) + [chance.randrange(3, 300) for _ in range(chance.randint(1, 30))],
             [chance.randrange(3, 300) for _ in range(chance.randint(1, 9))],
         )
-        for _ in range(CONVERSATIONS)
+        for _ in range(CONVERSATIONS - len(extremes))
     ]
 
 
@@ -104,6 +106,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
             folder = tmp_path_factory.mktemp(f"pages-of-{page_size}")
             sizes = ("--page-size", str(page_size), "--num-pages", str(pages), "--max-num-seqs", "8")
             started[page_size] = Service("worker", folder, family, ("--model", str(tiny_model), "--deterministic", "true", *sizes))
+        for worker in started.values():
+            eventually(lambda worker=worker: worker.ready, START_S)  # type: ignore[misc]
         yield started
     finally:
         for worker in started.values():
