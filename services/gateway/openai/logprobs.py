@@ -6,7 +6,7 @@ from typing import Any
 from services.gateway.answer import ScoredToken
 from services.gateway.text.token_texts import TokenTexts
 
-LEAST = -9999.0  # JSON has no infinity
+LEAST = -9999.0  # JSON has no infinity, and no NaN: `max(LEAST, nan)` is LEAST, the other way round it is not
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], texts: TokenTexts) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def chat_logprobs(tokens: Sequence[ScoredToken], texts: TokenTexts) -> dict[str,
 
 def _entry(id_: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
     data = texts.data(id_)
-    return {"token": texts.text(id_), "logprob": max(logprob, LEAST), "bytes": None if data is None else list(data)}
+    return {"token": texts.text(id_), "logprob": max(LEAST, logprob), "bytes": None if data is None else list(data)}
 
 
 class LegacyLogprobs:
@@ -40,7 +40,7 @@ class LegacyLogprobs:
             self._offset += len(token.text)
         return {
             "tokens": [token.text for token in tokens],
-            "token_logprobs": [None if token.score is None else max(token.score.logprob, LEAST) for token in tokens],
+            "token_logprobs": [None if token.score is None else max(LEAST, token.score.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
@@ -48,5 +48,5 @@ class LegacyLogprobs:
     def _top(self, token: ScoredToken) -> dict[str, float] | None:
         if token.score is None:
             return None
-        top = {self._texts.text(id_): max(logprob, LEAST) for id_, logprob in token.score.top}
-        return {**top, self._texts.text(token.id): max(token.score.logprob, LEAST)}
+        top = {self._texts.text(id_): max(LEAST, logprob) for id_, logprob in token.score.top}
+        return {**top, self._texts.text(token.id): max(LEAST, token.score.logprob)}

@@ -1,5 +1,7 @@
 """Log-probabilities as each endpoint writes them; what they are worth is the worker's matter (tests/services/worker/engine)."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,9 @@ import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from services.gateway.answer import ScoredToken
+from services.gateway.openai.logprobs import LegacyLogprobs, chat_logprobs
+from services.gateway.scores import Score
 from services.gateway.text.token_texts import TokenTexts
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.services.gateway.conftest import EOS, Stack, events
@@ -99,6 +104,13 @@ async def test_infinity_is_no_json(stack: Stack) -> None:
     stack.plays([EOS], stack.encode("a"), [EOS])
     choice = (await stack.complete(logprobs=0, ignore_eos=True, max_tokens=2)).json()["choices"][0]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0, -1.0]
+
+
+def test_nor_is_what_no_number_is() -> None:
+    texts = TokenTexts(Tokenizer(models.BPE({"a": 0}, [])), {})
+    tokens = [ScoredToken(0, "a", Score(math.nan, [(0, math.nan)]))]
+    for written in (chat_logprobs(tokens, texts), LegacyLogprobs(texts).of(tokens)):
+        assert json.dumps(written, allow_nan=False).count("-9999.0") == 2
 
 
 async def test_echo(stack: Stack) -> None:
