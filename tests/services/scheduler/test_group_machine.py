@@ -46,6 +46,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.submitted = 0
         self.delivered: dict[int, list[int]] = {}  # what a gateway has, by request
         self.live: dict[int, Request] = {}
+        self.away: list[Request] = []  # that have left the group
         self.requests: dict[int, Request] = {}  # all of them
         self.slot_epoch = 3
         self.broken: set[Request] = set()  # had a row that was made to fail
@@ -100,6 +101,8 @@ class GroupMachine(RuleBasedStateMachine):
             if request.end is not None:
                 del self.live[request.key.request]
                 self.check_end(request)
+            elif request.leaving and request.slot is None:
+                self.away.append(self.live.pop(request.key.request))
 
     def check_end(self, request: Request) -> None:
         prompt, output = request.prompt_ids.tolist(), list(request.output)
@@ -208,6 +211,23 @@ class GroupMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.group.num_running)
     @rule(pick=picks)
+    def move(self, pick: int) -> None:
+        """Somewhere else, once what is on its way has come."""
+        running = self.group.running()
+        self.group.move(running[pick % len(running)], self.now)
+
+    @precondition(lambda self: self.away)
+    @rule()
+    def come_back(self) -> None:
+        """As from another group, with the tokens that it has."""
+        request = self.away.pop()
+        request.leaving = False
+        request.moves += 1
+        self.live[request.key.request] = request
+        self.group.submit(request, self.now)
+
+    @precondition(lambda self: self.group.num_running)
+    @rule(pick=picks)
     def break_a_row(self, pick: int) -> None:
         """The next one of a slot, perhaps in the middle of its prefill."""
         running = [(slot, request) for slot, request in enumerate(self.group.slots.requests) if request is not None]
@@ -229,6 +249,7 @@ class GroupMachine(RuleBasedStateMachine):
         assert len(requests) == len(self.live)
         self.start()
         for request in requests:
+            request.leaving = False
             self.group.submit(request, self.now)
 
     @invariant()
@@ -320,6 +341,8 @@ class GroupMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "group"):
             return
+        while self.away:
+            self.come_back()
         for _ in range(10_000):
             if not self.plans and not self.results:
                 break
