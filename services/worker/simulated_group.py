@@ -99,6 +99,11 @@ class SimulatedSupervisor(Supervisor):
         self._folder, self._timers = folder, timers
         self._simulated: SimulatedRanks | None = None
 
+    @property
+    def num_ranks(self) -> int:
+        """One stands for all: each would do the same at the same time."""
+        return 1
+
     def start_ranks(self) -> None:
         settings, folder = self.settings, self._folder
         roofline = Roofline(GPUS[settings.simulated_gpu], _shape(settings, folder), settings.tensor_parallel_size)
@@ -111,7 +116,6 @@ class SimulatedSupervisor(Supervisor):
         self._simulated = self._ring = SimulatedRanks(device, faults, self._timers, lambda message: self._on_message(0, message))
         cache_bytes = pages * settings.page_size * roofline.shape.kv_bytes_per_token
         memory = Memory(roofline.shape.weight_bytes // roofline.ranks, cache_bytes // roofline.ranks)
-        self._ranks_expected = 1
         asyncio.get_running_loop().call_soon(self._on_message, 0, Ready(facts, memory))
 
     def submit(self, plan: Plan, data: bytes, on_result: Callable[[Result], None]) -> None:

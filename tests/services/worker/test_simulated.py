@@ -23,7 +23,7 @@ from tests.tiny import VOCAB_SIZE, weightless_model
 
 SIZES = ("--page-size", "4", "--max-num-seqs", "8", "--num-pages", "100", "--simulated-gpu", "h200", "--simulated-model", "0.6b")
 LANGUAGE = Language(VOCAB_SIZE, (2,))
-ROOFLINE = Roofline(GPUS["h200"], MODELS["0.6b"])
+ROOFLINE = Roofline(GPUS["h200"], MODELS["0.6b"], ranks=2)
 PROMPT = [5, 6, 7]
 
 
@@ -38,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Worker]:
     faults = json.dumps([{"kind": "crash", "step": 3, "group": "sim-3"}])
-    arguments = ("--model", str(model), "--engine", "simulated", "--groups", "4", "--group", "sim", "--simulated-faults", faults)
+    ranks = ("--tensor-parallel-size", str(ROOFLINE.ranks))
+    arguments = (*ranks, "--model", str(model), "--engine", "simulated", "--groups", "4", "--group", "sim", "--simulated-faults", faults)
     with worker(tmp_path_factory.mktemp("worker"), *arguments, *SIZES) as running:
         yield running
 
