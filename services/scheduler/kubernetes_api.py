@@ -20,8 +20,8 @@ async def kubernetes_api() -> AsyncIterator[client.ApiClient]:
     """Raises ConfigError when there is no cluster to talk to."""
     settings = client.Configuration()
     try:
-        if os.environ.get("KUBECONFIG"):
-            await config.load_kube_config(client_configuration=settings)
+        if kubeconfig := os.environ.get("KUBECONFIG"):
+            await config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
         else:
             config.load_incluster_config(client_configuration=settings)
     except config.ConfigException as error:

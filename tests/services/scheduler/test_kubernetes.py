@@ -1,0 +1,186 @@
+"""Lease and discovery by the real client library, over HTTP, against a small API server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2_grpc
+from kubernetes.aio import client
+
+from services.scheduler.discovery import follow
+from services.scheduler.kubernetes_api import kubernetes_api
+from services.scheduler.kubernetes_lease import KubernetesLease
+from services.scheduler.leadership import SteppedDown
+from services.scheduler.workers import Endpoint, Endpoints
+from shared.errors import ConfigError
+from tests.api_server import ApiServer, api_server, endpoint_slice
+
+NOBODY = "127.0.0.1:1"
+DURATION_S, RENEWAL_S = 0.4, 0.1
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with api_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def api(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[client.ApiClient]:
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+    async with kubernetes_api() as api:
+        yield api
+
+
+@pytest.fixture
+async def alive() -> AsyncIterator[str]:
+    """Address of a scheduler that answers."""
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@pytest.fixture
+def lease(api: client.ApiClient) -> Callable[[], KubernetesLease]:
+    return lambda: KubernetesLease(api, "models", "lockstep", DURATION_S, RENEWAL_S)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def written(server: ApiServer) -> tuple[str, str]:
+    found = server.get("leases", "models", "lockstep")
+    assert found is not None
+    return found["metadata"]["annotations"]["lockstep/epoch"], found["metadata"]["annotations"]["lockstep/address"]
+
+
+async def test_the_first_makes_the_lease_and_the_next_counts_on(
+    server: ApiServer, lease: Callable[[], KubernetesLease], alive: str
+) -> None:
+    first = lease()
+    assert await first.acquire(alive) == 1
+    assert written(server) == ("1", alive)
+    await first.release()
+    assert await lease().acquire("127.0.0.1:2") == 2
+    found = server.get("leases", "models", "lockstep")
+    assert found is not None
+    assert found["spec"]["holderIdentity"] == "127.0.0.1:2"
+    assert found["spec"]["leaseTransitions"] == 3
+
+
+async def test_a_holder_that_renews_keeps_it(lease: Callable[[], KubernetesLease]) -> None:
+    first = lease()
+    await first.acquire(NOBODY)
+    holding = asyncio.create_task(first.hold())
+    waiting = asyncio.create_task(lease().acquire("127.0.0.1:2"))
+    done, _ = await asyncio.wait((holding, waiting), timeout=3 * DURATION_S)
+    assert not done
+    holding.cancel()
+    assert await asyncio.wait_for(waiting, 10) == 2
+
+
+async def test_a_holder_that_answers_keeps_it_though_it_cannot_renew(lease: Callable[[], KubernetesLease], alive: str) -> None:
+    await lease().acquire(alive)
+    waiting = asyncio.create_task(lease().acquire(NOBODY))
+    done, _ = await asyncio.wait((waiting,), timeout=3 * DURATION_S)
+    assert not done
+    waiting.cancel()
+
+
+async def test_of_many_that_wait_one_leads(server: ApiServer, lease: Callable[[], KubernetesLease]) -> None:
+    await lease().acquire(NOBODY)
+    leases = [lease() for _ in range(5)]
+    waiting = [asyncio.create_task(each.acquire(f"127.0.0.1:{port}")) for port, each in enumerate(leases, 2)]
+    epochs = await asyncio.wait_for(asyncio.gather(*waiting), 30)  # none renews, so each has its turn
+    assert sorted(epochs) == [2, 3, 4, 5, 6]
+
+
+async def test_who_sees_a_higher_epoch_steps_down(lease: Callable[[], KubernetesLease]) -> None:
+    first, second = lease(), lease()
+    await first.acquire(NOBODY)
+    await second.acquire("127.0.0.1:2")
+    with pytest.raises(SteppedDown, match=r"127\.0\.0\.1:2 leads now, with epoch 2; ours was 1"):
+        await asyncio.wait_for(first.hold(), 10)
+    with pytest.raises(SteppedDown):
+        await first.raise_epoch(9)
+
+
+async def test_without_the_api_server_the_leader_leads_on(server: ApiServer, lease: Callable[[], KubernetesLease]) -> None:
+    first = lease()
+    await first.acquire(NOBODY)
+    holding = asyncio.create_task(first.hold())
+    await server.close()
+    await first.raise_epoch(5)
+    done, _ = await asyncio.wait((holding,), timeout=3 * RENEWAL_S)
+    assert not done
+    await server.open()
+    await until(lambda: written(server) == ("5", NOBODY))
+    holding.cancel()
+
+
+async def test_who_waits_outlives_the_api_server(server: ApiServer, lease: Callable[[], KubernetesLease]) -> None:
+    await server.close()
+    waiting = asyncio.create_task(lease().acquire(NOBODY))
+    done, _ = await asyncio.wait((waiting,), timeout=2 * RENEWAL_S)
+    assert not done
+    await server.open()
+    assert await asyncio.wait_for(waiting, 10) == 1
+
+
+@pytest.fixture
+async def told(api: client.ApiClient, server: ApiServer) -> AsyncIterator[list[Endpoints]]:
+    """All that `follow` tells of the Service `workers`."""
+    told: list[Endpoints] = []
+    task = asyncio.create_task(follow(api, "models", "workers", told.append))
+    await until(lambda: told and server.watches)
+    yield told
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+async def test_workers_come_end_and_go(server: ApiServer, told: list[Endpoints]) -> None:
+    assert told == [{}]
+    await server.put("endpointslices", "models", endpoint_slice("workers", {"10.0.0.1": False}, 7200))
+    await until(lambda: len(told) == 2)
+    assert told[-1] == {"10.0.0.1:7200": Endpoint("pod-0.workers", terminating=False)}
+    await server.put("endpointslices", "models", endpoint_slice("others", {"10.0.0.9": False}, 7200))
+    await server.put("endpointslices", "models", endpoint_slice("workers", {"10.0.0.1": True, "10.0.0.2": False}, 7200))
+    await until(lambda: len(told) == 3)
+    assert {address: each.terminating for address, each in told[-1].items()} == {"10.0.0.1:7200": True, "10.0.0.2:7200": False}
+    await server.delete("endpointslices", "models", "workers-abc")
+    await until(lambda: told[-1] == {})
+
+
+async def test_after_a_compaction_all_is_listed_anew(server: ApiServer, told: list[Endpoints]) -> None:
+    await server.forget_events()
+    await until(lambda: sum("endpointslices" in request for request in server.requests) >= 4)  # list, watch, list, watch
+    await server.put("endpointslices", "models", endpoint_slice("workers", {"10.0.0.1": False}, 7200))
+    await until(lambda: len(told) == 2)
+
+
+async def test_what_is_known_holds_while_the_api_server_is_away(server: ApiServer, told: list[Endpoints]) -> None:
+    await server.put("endpointslices", "models", endpoint_slice("workers", {"10.0.0.1": False}, 7200))
+    await until(lambda: len(told) == 2)
+    await server.close()
+    await server.put("endpointslices", "models", endpoint_slice("workers", {"10.0.0.1": False, "10.0.0.2": False}, 7200))
+    assert len(told) == 2
+    await server.open()
+    await until(lambda: len(told) == 3)
+    assert told[-1].keys() == {"10.0.0.1:7200", "10.0.0.2:7200"}
+
+
+async def test_without_a_cluster_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigError, match="no Kubernetes cluster"):
+        async with kubernetes_api():
+            pass
