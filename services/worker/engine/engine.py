@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from services.worker.engine.penalties import Penalties
 from services.worker.engine.sampling import CandidateSampler, FullSampler, Sampler
 from services.worker.engine.sections import Sections, decode_sections, row_sections, samples, sections_of
 from services.worker.engine.slots import Slots
-from services.worker.engine.staging import PlanStaging, ResultRing
+from services.worker.engine.staging import ALIGNED, PlanStaging, ResultRing, aligned, prefill_shape
 from services.worker.kvcache import CacheShape, LayerCache, allocate
 from services.worker.layers.backends import backends
 from services.worker.layers.linear import head_share
@@ -98,7 +99,7 @@ class TorchEngine:
         self.staging: PlanStaging | None = None
         self.graphs: Graphs | None = None
         if device.type == "cuda":
-            self.staging = PlanStaging(spec.slots, self.slots.padding, device)
+            self.staging = PlanStaging(spec.slots, spec.max_step_tokens, max_length, self.slots.padding, device)
             self.results = ResultRing(spec.slots)
             self._warm_up(spec, self.staging, progress)
 
@@ -193,25 +194,31 @@ class TorchEngine:
 
     def _warm_up(self, spec: RankSpec, staging: PlanStaging, progress: Progress) -> None:
         """Compiles what the first steps would have to wait for, and captures steps. Rows of nobody, who write to the scratch page."""
-        tokens = [1 << power for power in range(self.max_step_tokens.bit_length())]
-        sizes = sorted({*tokens, self.max_step_tokens} - {0})
-        for number, size in enumerate(sizes):
-            progress("warming up", number / len(sizes))
-            self._prefill_nobody(size)
+        if self.max_length < ALIGNED:
+            raise ConfigError(f"max_model_len: on a GPU at least {ALIGNED}, got {self.max_length}")
+        sizes = sorted({aligned(1 << power) for power in range(self.max_step_tokens.bit_length())} | {aligned(self.max_step_tokens)})
+        rows = sorted({prefill_shape(count, sizes[-1], self.max_length)[0] for count in range(1, spec.slots + 1)})
+        shapes = [(count, 0, sizes[-1]) for count in rows]
+        shapes += [(rows[0], decodes, size) for decodes in (0, ALIGNED, aligned(spec.slots)) for size in sizes]
+        for number, shape in enumerate(shapes):
+            progress("warming up", number / len(shapes))
+            for features in VARIANTS[-1:] if number else VARIANTS:
+                self._step_of_nobody(*shape, features)
         if spec.cuda_graphs:
             if not self.sampler.captured:
                 raise ConfigError("sampling_gather: candidates cannot be captured in a CUDA graph: set --cuda-graphs false, or full")
             self.graphs = Graphs(spec.slots, self.max_length, self.max_step_tokens, self.step, staging, progress)
         torch.cuda.synchronize()
 
-    def _prefill_nobody(self, tokens: int) -> None:
-        """A prefill step of so many tokens, in rows as few as they can be."""
-        lengths = [self.max_length] * (tokens // self.max_length) + [tokens % self.max_length] * (tokens % self.max_length > 0)
-        chunks = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+    def _step_of_nobody(self, prefill_rows: int, decodes: int, tokens: int, features: Feature) -> None:
+        """A step with so many rows, and its prompt tokens in the first of them."""
+        whole, rest = divmod(tokens, self.max_length)
+        lengths = np.zeros(max(prefill_rows, whole + 1), dtype=np.int32)
+        lengths[:whole], lengths[whole] = self.max_length, rest
+        chunks = torch.from_numpy(lengths).to(self.device)
         slots, ids = torch.full_like(chunks, self.slots.padding), torch.zeros(tokens, dtype=torch.int32, device=self.device)
-        sections = row_sections(slots[:0], slots, torch.zeros_like(chunks), chunks, ids)
-        for features in VARIANTS:
-            self.step(sections, max(lengths), features)
+        nobody = torch.full((decodes,), self.slots.padding, dtype=torch.int32, device=self.device)
+        self.step(row_sections(nobody, slots, torch.zeros_like(chunks), chunks, ids), int(lengths.max()), features)
 
     def _memory_left(self, shape: CacheShape, spec: RankSpec, progress: Progress) -> int:
         """Bytes for the KV cache: the rank's part of the GPU less what is in use and what the largest step needs, which is tried."""
@@ -220,7 +227,7 @@ class TorchEngine:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self._prefill_nobody(self.max_step_tokens)
+        self._step_of_nobody(ALIGNED, 0, aligned(self.max_step_tokens), VARIANTS[-1])
         nobody = torch.full((spec.slots,), self.slots.padding, dtype=torch.int32, device=self.device)
         self.step(decode_sections(nobody), 0, VARIANTS[-1])
         torch.cuda.synchronize()
@@ -257,11 +264,25 @@ class TorchStep:
         if replayed is not None:
             engine.mark.count_replayed()
             return engine.results.send(replayed, wanted)
-        result = self.choose(*self.forward())
         if engine.staging is not None:
-            return engine.results.send(result, wanted, self.scores)
+            return engine.results.send(self._launched(engine.staging, features), wanted, self.scores)
+        result = self.choose(*self.forward())
         host = result.numpy()
         return Landed(ids_of(host), records_of(host, wanted, None if self.scores is None else self.scores.numpy()))
+
+    def _launched(self, staging: PlanStaging, features: Feature) -> Tensor:
+        """The step kernel by kernel, on a GPU; with prefill filled up, so that few shapes of it have to be compiled."""
+        plan = self.plan
+        decodes, prefills = len(plan.decode_slots), len(plan.prefill_slots)
+        if (plan.prefill_flags & RowFlag.SCORE).any() or (prefills and Feature.PENALTIES in features):
+            return self.choose(*self.forward())
+        if not prefills:
+            return self.engine.step(decode_sections(staging.decode_slots[:decodes]), 0, features)
+        rows, tokens = prefill_shape(prefills, len(plan.prefill_ids), self.engine.max_length)
+        filled = staging.sections(aligned(decodes), rows, tokens)
+        result = self.engine.step(filled, int(plan.prefill_lengths.max()), features)
+        begin = aligned(decodes)
+        return torch.cat((result[:decodes], result[begin : begin + prefills])) if decodes else result[:prefills]
 
     def forward(self) -> tuple[Batch, Tensor]:
         """This iteration's batch and its logits."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from services.worker.engine.features import VARIANTS, Feature, variant
 from services.worker.engine.interface import Progress
-from services.worker.engine.sections import Sections, decode_sections, row_sections
-from services.worker.engine.staging import PREFILL_SIZES, PlanStaging, prefill_size
+from services.worker.engine.sections import Sections, decode_sections
+from services.worker.engine.staging import PREFILL_ROWS, PREFILL_SIZES, PlanStaging, prefill_shape
 from shared.protocol.plan import Plan
 
 COMMON = VARIANTS[:2]  # captured for every size of batch; the others, for fewer
@@ -54,7 +54,7 @@ class Graphs:
         self._decode: dict[tuple[int, Feature], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._mixed: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._read: list[Sections] = []  # what captured steps read must outlive them
-        self._staging = staging
+        self._max_length = max_length
         # The largest first: what it has allocated holds all the others, since only one graph runs at a time.
         decodes = [
             (size, features)
@@ -74,7 +74,7 @@ class Graphs:
             for number, (tokens, rows) in enumerate(mixed):
                 progress("capturing steps", number / len(mixed + decodes))
                 staging.load_nobody(tokens)
-                self._mixed[tokens, rows] = self._capture(self._mixed_sections(tokens, rows), tokens, MIXED)
+                self._mixed[tokens, rows] = self._capture(staging.sections(rows, PREFILL_ROWS, tokens), tokens, MIXED)
             staging.load_nobody(0)
             for number, (size, features) in enumerate(decodes, len(mixed)):
                 progress("capturing steps", number / len(mixed + decodes))
@@ -91,25 +91,13 @@ class Graphs:
             )
             graph.replay()
             return result[:decodes]
-        tokens = prefill_size(plan)
+        prefill_rows, tokens = prefill_shape(prefills, len(plan.prefill_ids), self._max_length)
         rows = next(size for size in self._mixed_sizes if size >= decodes)
-        if tokens is None or features not in MIXED or (tokens, rows) not in self._mixed:
+        if prefill_rows != PREFILL_ROWS or features not in MIXED or (tokens, rows) not in self._mixed:
             return None
         graph, result = self._mixed[tokens, rows]
         graph.replay()
         return torch.cat((result[:decodes], result[rows : rows + prefills])) if decodes else result[:prefills]
-
-    def _mixed_sections(self, tokens: int, rows: int) -> Sections:
-        """Of the staging's fixed addresses."""
-        staging = self._staging
-        sections = row_sections(
-            staging.decode_slots[:rows],
-            staging.prefill["slots"],
-            staging.prefill["starts"],
-            staging.prefill["lengths"],
-            staging.prefill_ids[:tokens],
-        )
-        return {**sections, "prefill_flags": staging.prefill["flags"]}
 
     def _capture(self, sections: Sections, max_query: int, features: Feature) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         self._read.append(sections)

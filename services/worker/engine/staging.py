@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.engine.interface import LAUNCH_AHEAD
 from services.worker.engine.logprobs import COLUMNS, ids_of, records_of
+from services.worker.engine.sections import Sections, row_sections
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.plan import MAX_PLAN_BYTES, Int32s, Plan
 
@@ -17,13 +18,19 @@ RESULTS = LAUNCH_AHEAD + 2  # one is read while the launched ones are written
 # Prompt tokens of captured steps, and their rows, one of nobody among them: with more, a step takes longer than its launches.
 PREFILL_SIZES = (16, 32, 64, 128, 256, 512)
 PREFILL_ROWS = 8
+ALIGNED = 16  # of all counts that a kernel is given, so that it is compiled once: Triton compiles anew for counts that 16 divides
 
 
-def prefill_size(plan: Plan) -> int | None:
-    """To how many tokens the plan's prefill is filled up; None where no captured step takes it."""
-    if not 0 < len(plan.prefill_slots) < PREFILL_ROWS:
-        return None
-    return next((size for size in PREFILL_SIZES if size >= len(plan.prefill_ids)), None)
+def aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
+
+
+def prefill_shape(prefill_rows: int, tokens: int, max_length: int) -> tuple[int, int]:
+    """Rows and tokens that prefill is filled up to: a captured size, or one of few that steps are launched with."""
+    size = next((size for size in PREFILL_SIZES if size >= tokens), None)
+    if prefill_rows < PREFILL_ROWS and size is not None and size <= max_length:
+        return PREFILL_ROWS, size
+    return max(1 << prefill_rows.bit_length(), ALIGNED), aligned(tokens)
 
 
 class PlanStaging:
@@ -31,13 +38,14 @@ class PlanStaging:
 
     Two pinned buffers in turn, each used again when its copy is done: the device reads one while the host writes the other.
 
-        prefill ids [PREFILL_SIZES[-1]] | prefill slots, starts, lengths, flags [PREFILL_ROWS] each | decode slots [S] | words
+        prefill ids | prefill slots, starts, lengths, flags | decode slots | words
     """
 
-    def __init__(self, slots: int, padding: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_step_tokens: int, max_length: int, padding: int, device: torch.device) -> None:
         """padding: the slot of rows that fill up a batch."""
-        self._padding = padding
-        self._sizes = [PREFILL_SIZES[-1], *[PREFILL_ROWS] * 4, slots, MAX_PLAN_BYTES // 4]
+        self._padding, self._max_length = padding, max_length
+        rows, ids = prefill_shape(slots, max(max_step_tokens, PREFILL_SIZES[-1]), max_length)
+        self._sizes = [ids, *[max(rows, PREFILL_ROWS)] * 4, aligned(slots), MAX_PLAN_BYTES // 4]
         self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self._arrays = [np.split(each.numpy(), np.cumsum(self._sizes)[:-1]) for each in self._pinned]
@@ -54,16 +62,23 @@ class PlanStaging:
             array.fill_(value)
         self.prefill["lengths"][:1].fill_(prefill_tokens)
 
+    def sections(self, decode_rows: int, prefill_rows: int, prefill_tokens: int) -> Sections:
+        """The plan's rows, filled up to these numbers."""
+        slots, starts, lengths, flags = (self.prefill[name][:prefill_rows] for name in ("slots", "starts", "lengths", "flags"))
+        sections = row_sections(self.decode_slots[:decode_rows], slots, starts, lengths, self.prefill_ids[:prefill_tokens])
+        return {**sections, "prefill_flags": flags}
+
     def load(self, plan: Plan, words: Int32s) -> None:
         """Makes this the plan that later launches read: one copy. words: the whole of it."""
         self.loaded = words
         self._turn ^= 1
         self._copied[self._turn].synchronize()  # of the plan before the last: done long ago, but for a host that is far ahead
         ids, slots, starts, lengths, flags, decode_slots, all_words = self._arrays[self._turn]
-        decodes, prefills, size = len(plan.decode_slots), len(plan.prefill_slots), prefill_size(plan)
+        decodes, prefills = len(plan.decode_slots), len(plan.prefill_slots)
         begin = sum(self._sizes[:-2])
-        if size is not None:
+        if prefills:
             begin = 0
+            _, size = prefill_shape(prefills, len(plan.prefill_ids), self._max_length)
             for array, values, rest in (
                 (ids, plan.prefill_ids, 0),
                 (slots, plan.prefill_slots, self._padding),
