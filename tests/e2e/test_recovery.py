@@ -186,3 +186,32 @@ def test_a_request_that_takes_along_every_worker_gets_a_clear_error(start_stack:
     assert caught.value.status_code == 503
     assert caught.value.response.headers["retry-after"]
     assert stack.scheduler.metrics(cause="lost")["lockstep_scheduler_requests_moved_total"] == 4
+
+
+def test_the_only_worker_drains(start_stack: Callable[..., Stack], weightless_model: Path) -> None:
+    script = {"step_s": 0.01, "default": {"ids": [40, 41], "repeat": True}}
+    stack = start_stack(model=weightless_model, engine="scripted", script=script)
+    with stack.stream("hi", max_tokens=200) as pieces:
+        begun = next(pieces)
+        stack.worker.terminate()
+        eventually(lambda: "draining" in stack.scheduler.log)
+        late = Late(stack)
+        whole = begun + "".join(pieces)  # what runs ends in place
+    assert len(whole) == len(begun) * 200
+    eventually(lambda: stack.worker.ended)
+    assert stack.worker.process.returncode == 0
+    stack.worker.start_again()
+    late.join(WITHIN_S)
+    assert late.text  # what came meanwhile has waited
+
+
+class Late(threading.Thread):
+    """A request that comes while no group takes any."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__(daemon=True)
+        self._stack, self.text = stack, ""
+        self.start()
+
+    def run(self) -> None:
+        self.text = self._stack.complete("hi", max_tokens=3)
