@@ -42,6 +42,9 @@ class WorkerMetrics:
             labels,
             registry=registry,
         )
+        self.replayed = Counter(
+            "lockstep_worker_graph_iterations", "Iterations that were replayed as CUDA graphs.", labels, registry=registry
+        )
         self.streams = Counter("lockstep_worker_streams", "Execute streams that took the group over.", labels, registry=registry)
         self.ready = Gauge("lockstep_worker_ready", "1 while the group can compute.", labels, registry=registry)
         self.queued = Gauge("lockstep_worker_queued_plans", "Plans that have come and are not launched in full.", labels, registry=registry)
@@ -67,6 +70,7 @@ class GroupMetrics:
         self._busy, self._idle = all_groups.busy.labels(engine), all_groups.idle.labels(engine)
         self._plans, self._refused = all_groups.plans.labels(engine), all_groups.refused.labels(engine)
         self._gathered, self._gathered_rows = all_groups.gathered.labels(engine), 0
+        self._replayed, self._replayed_iterations = all_groups.replayed.labels(engine), 0
         self._streams = all_groups.streams.labels(engine)
         self._memory = [
             {use: all_groups.device_memory.labels(engine, str(rank), use) for use in ("weights", "kv_cache")} for rank in range(ranks)
@@ -104,6 +108,11 @@ class GroupMetrics:
         """So many since the group started."""
         self._gathered.inc(rows - self._gathered_rows)
         self._gathered_rows = rows
+
+    def iterations_replayed(self, iterations: int) -> None:
+        """So many since the group started."""
+        self._replayed.inc(iterations - self._replayed_iterations)
+        self._replayed_iterations = iterations
 
     def stream_taken(self) -> None:
         self._streams.inc()

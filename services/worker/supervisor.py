@@ -336,6 +336,7 @@ class Supervisor:
             self.metrics.plan_done()
             if self._board is not None:
                 self.metrics.rows_gathered(self._board.gathered_rows)
+                self.metrics.iterations_replayed(self._board.replayed_iterations)
             queued.on_result(
                 Result(
                     plan_id=done.plan,

@@ -14,6 +14,6 @@ def test_prefill_is_filled_up_by_a_row_of_nobody_that_fits(max_length: int) -> N
             assert rows > prefill_rows
             assert tokens <= size <= tokens + max_length
             assert size % ALIGNED == 0
-            assert rows == PREFILL_ROWS and size in PREFILL_SIZES or (rows % ALIGNED == 0 and size == aligned(tokens))
+            assert (rows == PREFILL_ROWS and size in PREFILL_SIZES) or (rows % ALIGNED == 0 and size == aligned(tokens))
             shapes.add(rows)
     assert len(shapes) <= 7  # kernels are compiled for the number of rows
