@@ -96,6 +96,7 @@ class OutputParser:
     """One answer. However its text is cut into pieces, the parts together are the same."""
 
     def __init__(self, tools: Format | None, thinks: bool, *, is_thinking: bool, parallel: bool) -> None:
+        self.has_thought = False
         self._thinking = ThinkingParser(is_thinking) if thinks else None
         self._tools = ToolParser(tools) if tools else None
         self._parallel = parallel
@@ -106,15 +107,13 @@ class OutputParser:
         """The parts that are certain with this piece."""
         if self._thinking is None:
             return self._answer(text)
-        reasoning, rest = self._thinking.push(text)
-        return [*([Reasoning(reasoning)] if reasoning else []), *self._answer(rest)]
+        return self._thought(*self._thinking.push(text))
 
     def finish(self, reason: str) -> tuple[list[Part], str]:
         """The last parts, and the finish reason: `tool_calls` for an answer that has stopped after calling, in full."""
         parts: list[Part] = []
         if self._thinking is not None:
-            reasoning, rest = self._thinking.finish()
-            parts = [*([Reasoning(reasoning)] if reasoning else []), *self._answer(rest)]
+            parts = self._thought(*self._thinking.finish())
         if self._tools is None:
             return parts, reason
         parts += self._told(self._tools.finish())
@@ -122,6 +121,10 @@ class OutputParser:
             parts.append(Content(self._blanks))
         called = self._tools.calls and not self._tools.is_reading
         return parts, "tool_calls" if called and reason == "stop" else reason
+
+    def _thought(self, reasoning: str, rest: str) -> list[Part]:
+        self.has_thought = self.has_thought or bool(reasoning)
+        return [*([Reasoning(reasoning)] if reasoning else []), *self._answer(rest)]
 
     def _answer(self, text: str) -> list[Part]:
         if self._tools is None:

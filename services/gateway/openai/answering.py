@@ -135,7 +135,7 @@ def chunk_ending(include_usage: bool) -> str:
     return '],"usage":null}' if include_usage else "]}"
 
 
-def usage(answer: Answer) -> JSON:
+def usage(answer: Answer, reasoning_tokens: int = 0) -> JSON:
     """The usage object."""
     counts = answer.usage
     return {
@@ -143,5 +143,5 @@ def usage(answer: Answer) -> JSON:
         "completion_tokens": counts.completion_tokens,
         "total_tokens": counts.prompt_tokens + counts.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

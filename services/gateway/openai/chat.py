@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from services.gateway.answer import Answer, Delta, ScoredToken
 from services.gateway.chat import parts
-from services.gateway.chat.output import Dialect
+from services.gateway.chat.output import END_OF_THINKING, Dialect
 from services.gateway.chat.template import Conversation, Message, encode_chat
 from services.gateway.model import Model
 from services.gateway.openai import service
@@ -70,6 +70,7 @@ class ChatFormat:
         calls = may_call(body)
         self.shown = dialect.shown(tools=calls)
         self._parsers = [dialect.parser(prompt=prompt, tools=calls, parallel=body.parallel_tool_calls) for _ in range(body.n)]
+        self._end_of_thinking = model.tokenizer.transformers.backend_tokenizer.token_to_id(END_OF_THINKING)
         self._choices = body.n
         self._has_logprobs, self._texts = body.logprobs, model.tokenizer.token_texts
         self._untold: list[list[ScoredToken]] = [[] for _ in range(body.n)]  # tokens whose log-probabilities wait for a chunk
@@ -92,7 +93,7 @@ class ChatFormat:
                     "finish_reason": finish_reason,
                 }
             )
-        return {**self._head, "choices": choices, "usage": usage(answer)}
+        return {**self._head, "choices": choices, "usage": self._usage(answer)}
 
     def events(self, delta: Delta) -> str:
         """First the role of each choice, then its text, then how it finished."""
@@ -113,7 +114,16 @@ class ChatFormat:
 
     def closing(self, answer: Answer) -> str:
         """The usage, where it is asked for."""
-        return event(to_json({**self._head, "choices": [], "usage": usage(answer)})) if self._include_usage else ""
+        return event(to_json({**self._head, "choices": [], "usage": self._usage(answer)})) if self._include_usage else ""
+
+    def _usage(self, answer: Answer) -> JSON:
+        """With the tokens up to the one that ends the reasoning, where the model has such a token."""
+        reasoning = 0
+        for choice, parser in zip(answer.choices, self._parsers, strict=True):
+            if parser.has_thought and self._end_of_thinking is not None:
+                ids = choice.generation.ids[: choice.completion_tokens]
+                reasoning += ids.index(self._end_of_thinking) + 1 if self._end_of_thinking in ids else len(ids)
+        return usage(answer, reasoning)
 
     def _parts(self, delta: Delta) -> tuple[list[parts.Part], str | None]:
         """What is new of a choice; at its end with the reason."""

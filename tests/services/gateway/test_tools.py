@@ -9,7 +9,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.services.gateway.conftest import EOS, Stack, assert_error
+from tests.services.gateway.conftest import EOS, Stack, assert_error, events
 from tests.tiny import TOOL_TEMPLATE, tiny_tokenizer
 
 Start = Callable[..., Awaitable[Stack]]
@@ -226,6 +226,22 @@ async def test_reasoning_is_told_apart(start: Start, folders: dict[str, Path]) -
     message, reason = await both(stack, chat_template_kwargs={"open_thinking": True}, max_tokens=2)
     assert (message["content"], reason) == (None, "length")
     assert message["reasoning_content"]
+
+
+async def test_reasoning_tokens_are_told(start: Start, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path / "thinking", THINKING)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(tmp_path / "thinking")
+    stack = await start({"folder": tmp_path / "thinking", "vocab_size": 512})
+    thought = stack.says("<think>It was happy.</think>")
+    stack.says("<think>It was happy.</think>Paris.")
+    for stream in (False, True):
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = await stack.chat(**options)
+        usage = events(answer.content)[-1]["usage"] if stream else answer.json()["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": len(thought)}
+    stack.says("Paris.")
+    assert (await stack.chat()).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 async def test_reasoning_can_stay_in_the_text(start: Start, folders: dict[str, Path]) -> None:
