@@ -344,6 +344,16 @@ def test_too_many_requests() -> None:
     assert rejected is not None
     assert (rejected.reason, rejected.retry_after_ms) == (pb.REJECT_REASON_OVERLOADED, 1_000)
     assert harness.submit(3, delivered=(5,)) is None  # in the middle of a stream
+    assert harness.submit(4, attempt=2) is None  # another scheduler had taken it
+
+
+def test_requests_that_are_submitted_again_go_first_in_the_order_of_their_first_arrival() -> None:
+    harness = Harness()
+    harness.now = 100.0
+    for number, (attempt, age_ms) in enumerate([(1, 0), (1, 0), (2, 1_000), (2, 5_000)], start=1):
+        harness.submit(number, max_tokens=1, attempt=attempt, age_ms=age_ms)
+    harness.finish(harness.groups[0])
+    assert [request for request, _ in harness.ends] == [1, 4, 3, 2]
 
 
 def test_too_many_tokens_but_never_for_one_alone() -> None:
