@@ -96,6 +96,24 @@ def test_logprobs_of_the_completion_do_not_depend_on_the_cache(stack: Stack, ref
         np.testing.assert_allclose(ours[len(prompt) :], alone["logprobs"]["token_logprobs"], rtol=0, atol=1e-4)
 
 
+def test_lpb_01_as_many_alternatives_as_asked_for_the_likeliest_first(stack: Stack) -> None:
+    body: dict[str, Any] = {"model": stack.names[0], "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
+    for top in (0, 3, 20):
+        asked = {**body, "temperature": 0, "logprobs": True, "top_logprobs": top}
+        answer = stack.client.post("/v1/chat/completions", json=asked).raise_for_status().json()
+        entries = answer["choices"][0]["logprobs"]["content"]
+        assert len(entries) == answer["usage"]["completion_tokens"] == 6
+        for entry in entries:
+            values = [each["logprob"] for each in entry["top_logprobs"]]
+            assert len(values) == top
+            assert values == sorted(values, reverse=True)
+            assert not top or entry["logprob"] == values[0]
+            assert entry["logprob"] < 0
+    for fields in ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 21}, {"logit_bias": {"384": 1}}, {"logit_bias": {"x": 1}}):
+        assert stack.client.post("/v1/chat/completions", json={**body, **fields}).status_code == 400
+    assert stack.client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"] is None
+
+
 def test_smp_07_a_bias_makes_an_id_certain_or_forbids_it(stack: Stack) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1}
     plain, forced, none = completions(stack, [body, {**body, "logit_bias": {"65": 100}}, {**body, "logit_bias": {}}])
