@@ -10,6 +10,7 @@ from benchmarks import models, tune
 from benchmarks.capacity import Fleet, Load, Objectives, capacity
 from benchmarks.conversations import goodput
 from benchmarks.distance import distance
+from benchmarks.fleet import fleet
 from benchmarks.gateway import gateway
 from benchmarks.kernels import kernels
 from benchmarks.models import Cases
@@ -91,6 +92,17 @@ def _capacity(
     fleet = Fleet(0, groups_per_scheduler, gpu, model, tensor_parallel_size, max_num_seqs, max_step_tokens, round(delay_ms * 1e3))
     load, objectives = Load(rate, prompt_tokens, output_tokens), Objectives(ttft_ms / 1e3, tpot_ms / 1e3, share)
     _finish(capacity(fleet, load, objectives, seconds), out)
+
+
+@app.command("fleet")
+def _fleet(
+    groups: Annotated[int, typer.Option(min=1, help="Simulated groups.")] = 32,
+    rows: Annotated[int, typer.Option(min=1, help="Requests that each decodes at a time.")] = 64,
+    seconds: Annotated[float, typer.Option(min=1, help="Of measuring.")] = 10.0,
+    out: Out = OUT,
+) -> None:
+    """How much of a scheduler's process a fleet of simulated groups takes, over real gRPC."""
+    _finish(fleet(groups, rows, seconds), out)
 
 
 @app.command("goodput")

@@ -2,6 +2,7 @@
 
 import time
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -22,9 +23,17 @@ from shared.protocol.plan import Limits, Plan, encode, ids_to_bytes
 
 ROWS = (1, 64, 256, 1024)
 ALLOWED_US, ALLOWED_US_PER_ROW = 200, 1
+SHORT_SLOTS, SHORT_PAGES = 64, 400
 MEAN_TOKENS = 300
 PROMPT_TOKENS = 64
 VOCAB_SIZE = 32_000
+
+
+class Cost(NamedTuple):
+    """On average."""
+
+    us: float  # of a result and the plans that follow from it, by their number
+    rows: float  # of a plan
 
 
 class _Timed(Group):
@@ -41,14 +50,22 @@ class _Timed(Group):
 
 
 def planning(plans: int = 1_000, repeats: int = 5) -> Report:
-    """Requests that end after 300 tokens on average, each followed by another; 1 ms each way."""
-    measured = {rows: [_cost_us(rows, plans) for _ in range(repeats)] for rows in ROWS}
+    """Requests that end after 300 tokens on average, each followed by another; 1 ms each way. Then the same with too few pages."""
+    measured = {rows: [_cost(rows, plans).us for _ in range(repeats)] for rows in ROWS}
     allowed = {rows: ALLOWED_US + ALLOWED_US_PER_ROW * rows for rows in ROWS}
+    short = [_cost(SHORT_SLOTS, plans, SHORT_PAGES) for _ in range(repeats)]
+    short_rows = median(cost.rows for cost in short)
     return Report(
         name="planning",
         columns=("rows", "us a plan and result", "allowed us"),
-        rows=[(rows, median(measured[rows]), allowed[rows]) for rows in ROWS],
-        notes=(f"thread time, the plan's encoding included, gRPC apart; medians of {repeats} runs of {plans} plans",),
+        rows=[
+            *((rows, median(measured[rows]), allowed[rows]) for rows in ROWS),
+            (short_rows, median(cost.us for cost in short), ALLOWED_US + ALLOWED_US_PER_ROW * short_rows),
+        ],
+        notes=(
+            f"thread time, the plan's encoding included, gRPC apart; medians of {repeats} runs of {plans} plans",
+            f"the last row: {SHORT_SLOTS} slots and {SHORT_PAGES} pages, so that requests wait, pause and are preempted",
+        ),
         plots=[
             Plot(
                 "Scheduling cost of a step",
@@ -57,17 +74,19 @@ def planning(plans: int = 1_000, repeats: int = 5) -> Report:
                 [Series("measured", ROWS, [median(measured[rows]) for rows in ROWS]), Series("allowed", ROWS, list(allowed.values()))],
             )
         ],
-        raw={str(rows): values for rows, values in measured.items()},
+        raw={str(rows): values for rows, values in measured.items()} | {"short of pages": [cost.us for cost in short]},
     )
 
 
-def _cost_us(rows: int, plans: int) -> float:
-    limits = Limits(slots=rows, pages=rows * 80 + 1_000, page_size=16, max_length=2_000, max_step_tokens=2_048, vocab_size=VOCAB_SIZE)
+def _cost(slots: int, plans: int, pages: int | None = None) -> Cost:
+    """pages: None for as many as all requests could ever need."""
+    pages = slots * 80 + 1_000 if pages is None else pages
+    limits = Limits(slots=slots, pages=pages, page_size=16, max_length=2_000, max_step_tokens=2_048, vocab_size=VOCAB_SIZE)
     clock = Clock()
     model = Model("simulated", VOCAB_SIZE, limits.max_length, frozenset({EOS}), ())
     device = SimulatedDevice(limits, Language(VOCAB_SIZE, (EOS,), MEAN_TOKENS), Roofline(GPUS["h200"], MODELS["8b"]))
     worker = VirtualWorker(clock, device, delay_us=1_000)
-    submitted, random = 0, np.random.default_rng(0)
+    submitted, sent_rows, random = 0, 0, np.random.default_rng(0)
 
     def submit() -> None:
         nonlocal submitted
@@ -82,15 +101,17 @@ def _cost_us(rows: int, plans: int) -> float:
                 clock.after(0, submit)
 
     def send(plan: Plan) -> None:
+        nonlocal sent_rows
         encode(plan)
+        sent_rows += plan.rows
         worker.send(plan)
 
     engine = SchedulerMetrics("simulated", vllm_names=False, registry=CollectorRegistry()).engine("group-0")
     group = worker.group = _Timed("group-0", limits, 0, limits.max_step_tokens, True, send, deliver, engine)
-    for _ in range(rows):
+    for _ in range(slots):
         submit()
     clock.run(3_000_000)  # lengths have spread
-    before, spent_us = worker.plans, group.spent_us
+    before, spent_us, sent_rows = worker.plans, group.spent_us, 0
     while worker.plans - before < plans:
         clock.run(clock.now_us + 100_000)
-    return (group.spent_us - spent_us) / (worker.plans - before)
+    return Cost((group.spent_us - spent_us) / (worker.plans - before), sent_rows / (worker.plans - before))

@@ -86,6 +86,7 @@ class Group:
         self._retired: list[int] = []
         self._releases: list[int] = []  # retired slots whose done flag the device does not know to set
         self._updated: dict[Request, None] = {}  # to deliver
+        self._concluded = 0  # of these, that have ended
         self._now = 0.0  # the time of what is handled
 
     @property
@@ -278,6 +279,7 @@ class Group:
     def _conclude(self, request: Request, end: End) -> None:
         request.end = end
         self._updated[request] = None
+        self._concluded += 1
 
     def _advance(self, now: float) -> None:
         """Sends what the lead rule allows, then delivers: the device comes first."""
@@ -287,7 +289,8 @@ class Group:
         if self._updated:
             updated = list(self._updated)
             self._updated.clear()
-            self._ended.count(sum(request.end is not None for request in updated), now)
+            self._ended.count(self._concluded, now)
+            self._concluded = 0
             self._deliver(updated, now)
 
     def _send_plans(self, now: float) -> None:
