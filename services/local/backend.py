@@ -9,21 +9,16 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc
-
 from services.local.child import Child
+from services.local.loading import until_loaded
 from services.local.progress import StartupProgress
 from shared.errors import ConfigError, LockstepError
 from shared.protocol import execution_pb2 as pb
-from shared.protocol.execution_pb2_grpc import ExecutionStub
-from shared.rpc import PROTOCOL_VERSION, channel
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-POLL_EVERY_S = 0.05
-POLL_TIMEOUT_S = 2.0
 CAUSE_S = 0.25  # for the end of a service to be noticed by us, after what it did to others
 STOP_S = 8.0  # a service that has not stopped by then is killed
 # The client holds back by itself, and nobody streams: a step takes what the worker allows.
@@ -64,7 +59,7 @@ class Backend:
         own = ("--host", LOOPBACK, *SCHEDULER, *(f"--worker={address}" for address in addresses))
         scheduler = await self._start(Child("scheduler", own, self.logs, logging.ERROR))  # it warns of workers that are not ready yet
         for worker, address in zip(self._workers, addresses, strict=True):
-            self.groups.append(await self.unless_ended(_until_taken(worker.name, address, progress)))
+            self.groups.append(await self.unless_ended(until_loaded(address, progress, f"{worker.name}: ", _is_taken)))
         self._children[-1].forward_from = logging.WARNING
         return scheduler
 
@@ -108,21 +103,9 @@ class Backend:
         raise ServiceEnded(f"the {child.name} {child.how_it_ended()}{after}; its log is in {self.logs}")
 
 
-async def _until_taken(name: str, address: str, progress: StartupProgress) -> pb.WorkerGroup:
-    """The worker's group, once it is ready and the scheduler has a stream to it; shows what it does until then."""
-    async with channel(address) as opened:
-        stub = ExecutionStub(opened)
-        while True:
-            try:
-                answer = await stub.Describe(pb.ExecutionDescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=POLL_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:  # it is about to end, or busy
-                logger.debug("%s: %s", name, error.details())
-            else:
-                (group,) = answer.groups
-                if group.ready and group.highest_stream:
-                    return group
-                progress.show(f"{name}: {group.phase}", group.progress)
-            await asyncio.sleep(POLL_EVERY_S)
+def _is_taken(group: pb.WorkerGroup) -> bool:
+    """It is ready, and a scheduler has a stream to it."""
+    return group.ready and group.highest_stream > 0
 
 
 def _devices(groups: int, ranks: int, environment: Mapping[str, str]) -> list[dict[str, str]]:

@@ -20,24 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc
 import httpx
 from rich.console import Console
 
 from services.local.child import Child, environment
+from services.local.loading import POLL_EVERY_S, POLL_TIMEOUT_S, until_loaded
 from services.local.progress import StartupProgress
 from shared.errors import ConfigError, LockstepError
-from shared.protocol import execution_pb2 as pb
-from shared.protocol.execution_pb2_grpc import ExecutionStub
-from shared.rpc import PROTOCOL_VERSION, channel
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach what listens everywhere
-POLL_EVERY_S = 0.1
-POLL_TIMEOUT_S = 2.0
 DRAIN_S = 5.0  # for running answers, after a signal
 STOP_S = DRAIN_S + 3.0  # a service that has not stopped by then is killed
 GROUP_WAIT_S = 120.0  # a worker that is started again loads its model first
@@ -105,7 +100,7 @@ class Launcher:
             url = f"http://{at(ANYWHERE.get(options.host, options.host), port)}"
             with StartupProgress(self.console) as progress:
                 ports = await self._start(model, names, port, progress)
-                await self._unless_over(self._until_loaded(ports["worker"], progress))
+                await self._unless_over(until_loaded(at(LOOPBACK, ports["worker"]), progress))
                 progress.show("waiting for the gateway")
                 await self._unless_over(until_healthy(url))
                 self.children[-1].forward_from = self.forward_from
@@ -176,23 +171,6 @@ class Launcher:
         """That another service is not there is no news while we start or stop them: such warnings go to its log alone."""
         if self.forward_from > logging.DEBUG:
             child.forward_from = logging.ERROR
-
-    async def _until_loaded(self, port: int, progress: StartupProgress) -> None:
-        """Shows what the worker is doing until it is ready."""
-        async with channel(at(LOOPBACK, port)) as opened:
-            worker = ExecutionStub(opened)
-            while True:
-                request = pb.ExecutionDescribeRequest(protocol_version=PROTOCOL_VERSION)
-                try:
-                    answer = await worker.Describe(request, timeout=POLL_TIMEOUT_S)
-                except grpc.aio.AioRpcError as error:  # it is about to end, or busy
-                    logger.debug("worker: %s", error.details())
-                else:
-                    (group,) = answer.groups
-                    if group.ready:
-                        return
-                    progress.show(group.phase, group.progress)
-                await asyncio.sleep(POLL_EVERY_S)
 
     async def _unless_over(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. Raises Stopped after a signal and ChildEnded when a service ends first."""

@@ -20,8 +20,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from services.local.backend import LOOPBACK, POLL_EVERY_S, Backend
+from services.local.backend import LOOPBACK, Backend
 from services.local.background import BackgroundLoop
+from services.local.loading import POLL_EVERY_S
 from services.local.progress import StartupProgress
 from services.local.session import Answer, Logprobs, OnProgress, Session
 from shared.errors import ConfigError, LockstepError, PeerLost
