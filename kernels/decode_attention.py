@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import MAX_COUNTERS, counters, multiprocessors, pdl_options
+from kernels.launch import MAX_COUNTERS, counters, multiprocessors, pdl_options, prefetch
 
 
 def decode_attention(
@@ -138,9 +138,6 @@ def _kernel(
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0)
@@ -148,6 +145,14 @@ def _kernel(
     tiles = tl.cdiv(length, BLOCK) - first_tile
     tiles_per_share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
     shares = tl.maximum(tl.cdiv(tiles, tiles_per_share), 1)  # at most SPLITS; a length of 0 has one empty share
+    begin = (first_tile + split * tiles_per_share) * BLOCK
+    end = tl.minimum(begin + tiles_per_share * BLOCK, length)
+    ROW_BYTES: tl.constexpr = H * (k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    if PDL:
+        if SPLITS > 1 and ROW_BYTES % 16 == 0:  # few rows: the memory has time while the kernel before this one drains
+            _ask_ahead(k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, ROW_BYTES, K, H, N, BLOCK)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if split < shares:
         head, dimension = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
         inside_head = (head < G)[:, None] & (dimension < H)[None, :]
@@ -157,8 +162,6 @@ def _kernel(
         best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_BLOCK], tl.float32)
         weighted = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32)
-        begin = (first_tile + split * tiles_per_share) * BLOCK
-        end = tl.minimum(begin + tiles_per_share * BLOCK, length)
         for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK)
             inside = position < end
@@ -210,3 +213,17 @@ def _kernel(
                     best = new_best
                 result = weighted / tl.where(total > 0, total, 1.0)[:, None]
                 tl.store(out_ptr + out_place, result, mask=inside_head)
+
+
+@triton.jit
+def _ask_ahead(
+    k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head,
+    ROW_BYTES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Asks for keys and values of a share's first tile. The newest may still be written: the cache that they come into sees that."""
+    position = begin + tl.arange(0, BLOCK)
+    page = tl.load(pages_ptr + position // N, mask=position < end, other=0).to(tl.int64)
+    place = ((page * N + position % N) * K + kv_head) * H
+    row_bytes = tl.where(position < end, ROW_BYTES, 0)
+    prefetch(k_cache_ptr + place, row_bytes)
+    prefetch(v_cache_ptr + place, row_bytes)

@@ -9,6 +9,8 @@ start. So what was written by the one before that is there even ahead of the wai
 import functools
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 HOPPER = (9, 0)
@@ -48,3 +50,16 @@ def counters(device: torch.device) -> Tensor:
     Kernels of one stream share them; launches on different streams of a device must not overlap.
     """
     return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def prefetch(pointers, sizes):
+    """Asks for `sizes` bytes from each of the pointers to be brought into the L2 cache; 0: for nothing. sm_90; multiples of 16."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.int64), sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import MAX_COUNTERS, counters, pdl_options
+from kernels.launch import MAX_COUNTERS, counters, pdl_options, prefetch
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
 from kernels.tuning import table
 
@@ -84,12 +84,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: 
     shares = tuned.splits * rows * columns * (2 if gated else 1) if tuned.splits > 1 else 0
     partial = torch.empty(shares, dtype=torch.float32, device=x.device)
     even = size % (tuned.inner_block * tuned.splits) == 0 and columns % tuned.column_block == 0
-    prefetch = tuned.prefetch if size * weight.element_size() % 16 == 0 else 0  # what the copy engine can address
+    steps_ahead = tuned.prefetch if size * weight.element_size() % 16 == 0 else 0  # where the copy engine can address the rows
     early = even and tuned.row_block == 1 and size == tuned.inner_block * tuned.splits
     _kernel[(column_tiles, tuned.splits, row_tiles)](
         x, weight, bias, y, partial, counters(x.device), rows, columns, size, x.stride(0),
         gated, bias is not None, even, early, tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block,
-        tuned.stages, prefetch, num_warps=tuned.warps, **pdl_options(x.device),
+        tuned.stages, steps_ahead, num_warps=tuned.warps, **pdl_options(x.device),
     )  # fmt: skip
     return y
 
@@ -117,9 +117,9 @@ def _kernel(
             early_up = tl.load(up_ptr + early_inner)
     if PDL:
         if PREFETCH and not EARLY:
-            _prefetch(gate_ptr, begin, end, in_columns, INNER, PREFETCH)
+            _ask_ahead(gate_ptr, begin, end, in_columns, INNER, PREFETCH)
             if GATED:
-                _prefetch(up_ptr, begin, end, in_columns, INNER, PREFETCH)
+                _ask_ahead(up_ptr, begin, end, in_columns, INNER, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -196,16 +196,9 @@ def _finish(y_ptr, total, total_up, bias_ptr, column, columns, inside, GATED: tl
 
 
 @triton.jit
-def _prefetch(row_ptr, begin, end, in_columns, INNER: tl.constexpr, STEPS: tl.constexpr):
+def _ask_ahead(row_ptr, begin, end, in_columns, INNER: tl.constexpr, STEPS: tl.constexpr):
     """Asks for the first steps of each of these rows to be brought into the L2 cache."""
     start = begin + tl.arange(0, STEPS)[None, :] * INNER
     ELEMENT_BYTES: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
     elements = tl.where(in_columns[:, None], tl.minimum(tl.maximum(end - start, 0), INNER), 0)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [(row_ptr + start).to(tl.int64), elements * ELEMENT_BYTES // 16 * 16],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(row_ptr + start, elements * ELEMENT_BYTES // 16 * 16)
