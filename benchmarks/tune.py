@@ -86,7 +86,7 @@ def _vector_candidates(each: Product) -> Iterator[Config]:
 
 def _tile_candidates(each: Product, rows: int) -> Iterator[Config]:
     row_block = max(16, rows)
-    for columns, inner, splits, stages in product((8, 16, 32, 64), (128, 256), (1, 2, 3, 4, 6), (3, 5)):
+    for columns, inner, splits, stages in product((8, 16, 32, 64), (128, 256), (1, 2, 3, 4, 6, 8), (3, 5)):
         programs = each.columns // columns * splits
         weight_bytes = DTYPE.itemsize * columns * inner * (2 if each.gated else 1)
         shared_bytes = stages * (weight_bytes + DTYPE.itemsize * row_block * inner)

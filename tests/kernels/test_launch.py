@@ -1,0 +1,30 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels import launch
+from tests.kernels.support import DEVICE
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def allowed_again() -> Iterator[None]:
+    yield
+    launch.allow_pdl(True)
+
+
+@pytest.mark.usefixtures("allowed_again")
+@pytest.mark.parametrize("capability, used", [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_pdl_is_used_from_hopper_on_until_it_is_turned_off(monkeypatch, capability, used):
+    monkeypatch.setattr(launch, "capability", lambda device: capability)
+    assert launch.pdl_options(GPU) == {"PDL": used, "launch_pdl": used}
+    launch.allow_pdl(False)
+    assert launch.pdl_options(GPU) == {"PDL": False, "launch_pdl": False}
+
+
+def test_counters_are_shared_and_zero():
+    counters = launch.counters(DEVICE)
+    assert counters is launch.counters(DEVICE)
+    assert not counters.any()
