@@ -13,6 +13,7 @@ from benchmarks.served import Served
 from benchmarks.workload import fresh
 
 ROWS = (1, 8, 32, 128, 256)
+# "of the device": of the milliseconds, in which it computed
 COLUMNS = ("model", "rows", "ms a step", "spread", "of the device", "floor", "of the floor", "best peer", "peer / ours", "checked")
 SEED = 55
 

@@ -8,7 +8,11 @@ from benchmarks.report import Value
 from benchmarks.served import Served
 from benchmarks.workload import fresh
 
-COLUMNS = ("model", "prompts", "tokens", "ms", "spread", "TFLOP/s", "of a burst", "of sustained", "best peer ms", "peer / ours")
+# "of the device": of the milliseconds, in which it computed, in so many steps
+COLUMNS = (
+    *("model", "prompts", "tokens", "ms", "spread", "of the device", "steps"),
+    *("TFLOP/s", "of a burst", "of sustained", "best peer ms", "peer / ours"),
+)
 PEERS_CASE = (16, 1024)
 SEED = 100
 
@@ -17,7 +21,11 @@ def measure_prefill(served: Served, prompts: int, length: int, repeats: int, raw
     """One line."""
     if served.over:
         return [(served.name, prompts, length, *[None] * (len(COLUMNS) - 3))]
-    times = [served.timed(fresh([length] * prompts, served.llm.vocab_size, SEED + number), 1) for number in range(repeats + 1)][1:]
+    asked = [fresh([length] * prompts, served.llm.vocab_size, SEED + number) for number in range(repeats + 1)]
+    served.timed(asked.pop(), 1)
+    before = served.steps()
+    times = [served.timed(each, 1) for each in asked]
+    after = served.steps()
     raw[f"{served.name} prefill"] = times
     seconds, ceilings = median(times), served.ceilings
     rate = prefill_operations(served.shape, [length] * prompts) / seconds
@@ -30,6 +38,8 @@ def measure_prefill(served: Served, prompts: int, length: int, repeats: int, raw
             length,
             1e3 * seconds,
             f"{(max(times) - min(times)) / seconds:.1%}",
+            1e3 * (after.prefill_s - before.prefill_s) / repeats,
+            (after.prefills - before.prefills) / repeats,
             rate / 1e12,
             f"{rate / ceilings.matrix:.0%}",
             f"{rate / ceilings.sustained:.0%}",

@@ -46,6 +46,8 @@ class Steps:
 
     decode_s: float  # of iterations without prefill rows, on the device, as the rank sees it; `decodes` is their number
     decodes: float
+    prefill_s: float  # of those with
+    prefills: float
     busy_s: float  # of a group, on average
 
 
@@ -86,10 +88,12 @@ class Served:
 
     def steps(self) -> Steps:
         """Of this moment, all groups together."""
-        found = {"decode_s": 0.0, "decodes": 0.0, "busy_s": 0.0}
+        found = {"decode_s": 0.0, "decodes": 0.0, "prefill_s": 0.0, "prefills": 0.0, "busy_s": 0.0}
         names = {
             ("lockstep_worker_step_seconds_sum", "decode"): "decode_s",
             ("lockstep_worker_step_seconds_count", "decode"): "decodes",
+            ("lockstep_worker_step_seconds_sum", "prefill"): "prefill_s",
+            ("lockstep_worker_step_seconds_count", "prefill"): "prefills",
             ("lockstep_worker_busy_seconds_total", None): "busy_s",
         }
         workers = [port for service, port in self.llm.admin_ports.items() if service.startswith("worker")]
