@@ -96,8 +96,13 @@ class Group:
 
     @property
     def load(self) -> int:
-        """Requests, for routing."""
+        """Requests that it has."""
         return len(self.waiting) + self.num_running
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Tokens that are left to prefill, of all requests that it has."""
+        return self.waiting.tokens + int((self.slots.target - self.slots.planned)[list(self._prefilling)].sum())
 
     @property
     def room(self) -> int:
@@ -140,9 +145,8 @@ class Group:
 
         The prompts before it have to be computed and, when all slots are taken, as many requests have to end as wait for one.
         """
-        tokens = self.waiting.tokens + int((self.slots.target - self.slots.planned)[list(self._prefilling)].sum())
         rate = self._prefill_rate.per_second
-        wait_s = tokens / rate if rate else 0.0
+        wait_s = self.backlog_tokens / rate if rate else 0.0
         if not self.slots.num_free and (rate := self._ended.per_second(now)):
             wait_s = max(wait_s, (len(self.waiting) + 1) / rate)
         return wait_s
