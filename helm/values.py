@@ -220,8 +220,12 @@ class Gateway(Component):
 
 class Scheduler(Component):
     image: Image = Image(repository="lockstep-scheduler")
-    replicas: int = Field(default=1, ge=1, le=1)
-    """One scheduler leads a cell."""
+    replicas: int = Field(default=2, ge=1, le=5)
+    """One leads, the others stand by: 3 s after it is gone, the next one goes on with every stream."""
+    pdb: DisruptionBudget = DisruptionBudget(enabled=True)
+    """How many pods an eviction may take at a time."""
+    apiServerPorts: list[int] = [443, 6443]
+    """Ports of the cluster's API server, which schedulers ask for workers and for the lease; opened by the network policy."""
     drainSeconds: int = Field(default=10, ge=0, le=3600)
     """Time after the signal in which plans on their way end."""
     resources: Object = {"requests": {"cpu": "1", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}

@@ -63,7 +63,7 @@ class SchedulerClient:
         *,
         apply_generation_config: bool = False,
     ) -> None:
-        """targets: `host:port` of each scheduler, of which one leads. on_resubmit: told of every attempt after the first.
+        """targets: `host:port` of the schedulers, of which one leads. on_resubmit: told of every attempt after the first.
 
         tls: see `shared.tls`. apply_generation_config: the model's files say what requests leave out.
         """
@@ -125,15 +125,15 @@ class SchedulerClient:
                 try:
                     async with AsyncExitStack() as channels:
                         stubs = {
-                            target: GenerationStub(await channels.enter_async_context(rpc.channel(target, self._tls)))
-                            for target in self._targets
+                            address: GenerationStub(await channels.enter_async_context(rpc.channel(address, self._tls, host)))
+                            for address, host in (await _addresses(self._targets)).items()
                         }
                         target, description = await self._find_leader(stubs)
                         await self._serve(target, stubs[target], description)
                     cause = "the scheduler has ended the session"
                 except grpc.aio.AioRpcError as error:
                     cause = _words(error)
-                except LockstepError as error:
+                except (LockstepError, OSError) as error:
                     cause = str(error)
                 if cause != told or not self._failures:
                     logger.warning("no session with the scheduler at %s: %s", ", ".join(self._targets), cause)
@@ -276,6 +276,28 @@ class SchedulerClient:
         lost, self._generations = self._generations, {}
         for generation in lost.values():
             generation.fail(Unavailable(message, retry_after_s=RETRY_AFTER_S))
+
+
+async def _addresses(targets: Sequence[str]) -> dict[str, str]:
+    """`host:port` of each address that a target's host stands for -> that host: a name may be that of several schedulers.
+
+    Raises OSError when no name is known.
+    """
+    found: dict[str, str] = {}
+    unknown: OSError | None = None
+    for target in targets:
+        host, _, port = target.rpartition(":")
+        host = host.strip("[]")
+        try:
+            answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            unknown = OSError(f"{host}: {error.strerror or error}")
+            continue
+        for *_, (address, *_) in answers:
+            found[f"[{address!s}]:{port}" if ":" in str(address) else f"{address!s}:{port}"] = host
+    if not found and unknown is not None:
+        raise unknown
+    return found
 
 
 def _words(error: grpc.aio.AioRpcError) -> str:

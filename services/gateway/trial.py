@@ -99,7 +99,7 @@ def move(given: argparse.Namespace) -> None:
 
     options: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
     undisturbed = "".join(pieces(ask(given.url, given.model, **options)))
-    config.load_incluster_config()  # type: ignore[no-untyped-call]
+    config.load_incluster_config()
     pods = client.CoreV1Api()
     found = pods.list_namespaced_pod(given.namespace, label_selector=given.workers).items
     names = [pod.metadata.name for pod in found if pod.metadata and pod.metadata.name]

@@ -16,7 +16,7 @@ from services.scheduler.file_lease import FileLease
 from services.scheduler.history import History
 from services.scheduler.leadership import Leadership, Lease, NoLease
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.server import STANDBY, GenerationService
+from services.scheduler.server import GenerationService
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.workers import Endpoints, Workers
 from shared.admin import admin
@@ -74,6 +74,7 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
     leadership = Leadership(lease)
     registry = new_registry("scheduler")
     metrics = SchedulerMetrics(settings.served_model_name, settings.vllm_names, registry)
+    metrics.watch_leadership(lambda: leadership.leads)
     generation = GenerationService(settings, leadership, metrics, history)
     scheduler = generation.scheduler
     healthy = health.aio.HealthServicer()
@@ -83,15 +84,19 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
     def readiness() -> str | None:
         if stop.is_set():
             return "stopping"
-        if not leadership.leads:
-            return STANDBY
+        if not leadership.leads:  # to stand by is what it is there for
+            return None
         return None if any(not group.draining for group in scheduler.groups) else "no worker group is ready"
 
     async def tell_health() -> None:
         while True:
             await changed.wait()
             changed.clear()
-            status = health_pb2.HealthCheckResponse.NOT_SERVING if readiness() else health_pb2.HealthCheckResponse.SERVING
+            status = (
+                health_pb2.HealthCheckResponse.NOT_SERVING
+                if readiness() or not leadership.leads
+                else health_pb2.HealthCheckResponse.SERVING
+            )
             for name in ("", "lockstep.v1.Generation"):
                 await healthy.set(name, status)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -142,6 +142,8 @@ class SchedulerMetrics:
             registry=registry,
         )
         self._moved = {planned: moved.labels(model_name, "drained" if planned else "lost") for planned in (True, False)}
+        leads = Gauge("lockstep_scheduler_leads", "1 while this scheduler leads, 0 while it stands by.", ["model_name"], registry=registry)
+        self._leads = leads.labels(model_name)
         self.no_engine = self.engine(NO_ENGINE)
         if vllm_names:
             Twins("lockstep_", "vllm:", (self._gauges, *self._series.collectors), TWINS, registry)
@@ -161,6 +163,10 @@ class SchedulerMetrics:
     def token_counts(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """By engine: prompt tokens asked of the prefix cache, those found there, and completion tokens."""
         return _totals(self._series.queried), _totals(self._series.hits), _totals(self._series.generation)
+
+    def watch_leadership(self, leads: Callable[[], bool]) -> None:
+        """leads: asked at every scrape."""
+        self._leads.set_function(leads)
 
     def rejected(self, reason: RejectReason) -> None:
         """A request was not accepted."""

@@ -187,7 +187,7 @@ class Stack:
     @property
     def leader(self) -> Service:
         """The scheduler that leads, and has a group."""
-        (leader,) = [scheduler for scheduler in self.schedulers if scheduler.ready]
+        (leader,) = [scheduler for scheduler in self.schedulers if scheduler.ready and scheduler.metrics()["lockstep_scheduler_leads"]]
         return leader
 
     def running(self) -> list[int]:

@@ -1,16 +1,5 @@
 {{- /* The workers' pods, the same under a StatefulSet and under a LeaderWorkerSet. */ -}}
 
-{{- define "lockstep.workerAddresses" -}}
-{{- $name := include "lockstep.name" (dict "root" . "component" "worker") -}}
-{{- $count := int .Values.worker.replicas -}}
-{{- if .Values.worker.autoscaling.enabled }}{{ $count = int .Values.worker.autoscaling.maxReplicas }}{{ end -}}
-{{- $addresses := list -}}
-{{- range $index := until $count -}}
-{{- $addresses = append $addresses (printf "%s-%d.%s:7200" $name $index $name) -}}
-{{- end -}}
-{{- join "," $addresses -}}
-{{- end -}}
-
 {{- define "lockstep.ranksPerPod" -}}
 {{- div .Values.parallelism.tp .Values.parallelism.nodes -}}
 {{- end -}}

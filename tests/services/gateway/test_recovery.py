@@ -122,11 +122,14 @@ async def test_streams_go_on_with_the_scheduler_that_comes_back(stack: Stack, ho
     whole, streamed, late = await asyncio.gather(*asked)
     assert whole.json()["choices"][0]["message"]["content"] == TEXT
     assert late.json()["choices"][0]["message"]["content"] == TEXT
-    assert "".join(
-        json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
-        for line in streamed.text.split("\n\n")
-        if line.startswith("data: {")
-    ) == TEXT
+    assert (
+        "".join(
+            json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
+            for line in streamed.text.split("\n\n")
+            if line.startswith("data: {")
+        )
+        == TEXT
+    )
     again = stack.scheduler.submits[2:]
     assert sorted((submit.request, submit.attempt) for submit in again) == [(1, 2), (2, 2), (3, 1)]
     assert [len(submit.delivered_ids) // 4 for submit in again] == [1, 1, 0]

@@ -318,10 +318,24 @@ def test_scaled_workloads_name_no_replicas(helm: Helm) -> None:
     assert "replicas" not in of_kind(objects, "StatefulSet")["spec"]
 
 
-def test_the_scheduler_knows_every_worker_by_name(helm: Helm) -> None:
-    container = of_kind(helm.objects({"worker": {"replicas": 2}}), "Deployment", "scheduler")["spec"]["template"]["spec"]["containers"][0]
-    workers = next(variable["value"] for variable in container["env"] if variable["name"] == "LOCKSTEP_SCHEDULER_WORKER")
-    assert workers == "trial-lockstep-worker-0.trial-lockstep-worker:7200,trial-lockstep-worker-1.trial-lockstep-worker:7200"
+def test_schedulers_find_workers_and_leader_and_may_do_no_more(helm: Helm) -> None:
+    objects = helm.objects()
+    spec = of_kind(objects, "Deployment", "scheduler")["spec"]
+    env = {variable["name"]: variable.get("value") for variable in spec["template"]["spec"]["containers"][0]["env"]}
+    assert env["LOCKSTEP_SCHEDULER_WORKER_SERVICE"] == "models/trial-lockstep-worker"
+    assert env["LOCKSTEP_SCHEDULER_LEADERSHIP"] == "lease:models/trial-lockstep-scheduler"
+    assert spec["replicas"] == 2
+    assert spec["template"]["spec"]["automountServiceAccountToken"] is True
+    rules = of_kind(objects, "Role")["rules"]
+    assert {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]} == {
+        ("endpointslices", "list"),
+        ("endpointslices", "watch"),
+        ("leases", "create"),
+        ("leases", "get"),
+        ("leases", "update"),
+    }
+    others = [each for component, _, each in workloads(objects) if component != "scheduler"]
+    assert all(each["spec"]["automountServiceAccountToken"] is False for each in others)
 
 
 def test_images(helm: Helm) -> None:
@@ -351,7 +365,7 @@ def test_only_the_hops_that_exist_are_allowed(helm: Helm) -> None:
             for peer in rule.get("from", []) + rule.get("to", [])
             if "podSelector" in peer
         }
-    assert peers == {"gateway": {"scheduler"}, "scheduler": {"gateway", "worker"}, "worker": {"scheduler"}}
+    assert peers == {"gateway": {"scheduler"}, "scheduler": {"gateway", "scheduler", "worker"}, "worker": {"scheduler"}}
 
 
 def test_extra_objects_are_templates(helm: Helm) -> None:
@@ -416,7 +430,7 @@ def test_keys_spare_the_trials_that_need_one(helm: Helm) -> None:
     assert trials({"auth": {"existingSecret": "keys"}}) == {"trial-lockstep-test-metrics"}
     assert len(trials({"auth": {"existingSecret": "keys"}, "tests": {"keySecret": "key"}})) == 3
     move = {"worker": {"replicas": 2}, "tests": {"moveEnabled": True}}
-    role = of_kind(helm.objects(move), "Role")
+    role = of_kind(helm.objects(move), "Role", "test")
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "delete"]}]
 
 
