@@ -19,8 +19,10 @@ from benchmarks.planning import planning
 from benchmarks.profile import profile
 from benchmarks.report import Report
 from benchmarks.served import Options
+from benchmarks.streaming import streaming
 from benchmarks.tiles import tiles
 from benchmarks.workload import SHAPES
+from kernels.launch import allow_pdl
 from services.scheduler.policy import POLICIES, PolicyName
 from shared.errors import ConfigError, LockstepError
 
@@ -58,6 +60,17 @@ def _gateway(
 ) -> None:
     """What the gateway adds to a token, and stalls of its event loop, with an engine that plays a script."""
     _finish(gateway(streams, tokens), out)
+
+
+@app.command("streaming")
+def _streaming(
+    streams: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 256,
+    step_ms: Annotated[float, typer.Option(min=0.1, help="A stream gets a token in each step of so long.")] = 10.0,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 1000,
+    out: Out = OUT,
+) -> None:
+    """Tokens per second that one gateway process streams, beside a bare uvicorn application at the same pace."""
+    _finish(streaming(streams, step_ms, tokens), out)
 
 
 @app.command("planning")
@@ -216,9 +229,11 @@ def _profile(
 @app.command("kernels")
 def _kernels(
     operations: Annotated[list[str] | None, typer.Argument(help="Which; without any, all.")] = None,
+    pdl: Annotated[bool, typer.Option(help="Programmatic dependent launch.")] = True,
     out: Out = OUT,
 ) -> None:
     """What each kernel reaches of what the GPU can do."""
+    allow_pdl(pdl)
     _finish(kernels(operations or []), out)
 
 

@@ -27,17 +27,17 @@ def gateway(streams: int = 32, tokens: int = 1000) -> Report:
     with scripted_stack(script, MAX_LENGTH) as running:
         asyncio.run(_load(running, 4, 100, large_prompts=0))  # warm-up
         for label, large_prompts in (("streams alone", 0), ("with 2 MB prompts", LARGE_PROMPTS)):
-            before = _histograms(running)
+            before = histograms(running)
             elapsed = asyncio.run(_load(running, streams, tokens, large_prompts))
-            after = _histograms(running)
-            delay, lag = (_difference(after[name], before[name]) for name in (DELAY, LAG))
+            after = histograms(running)
+            delay, lag = (difference(after[name], before[name]) for name in (DELAY, LAG))
             rows.append(
                 (
                     label,
                     streams * tokens / elapsed,
-                    _quantile(delay, 0.5) * 1e3,
-                    _quantile(delay, 0.99) * 1e3,
-                    _quantile(lag, 0.99) * 1e3,
+                    quantile(delay, 0.5) * 1e3,
+                    quantile(delay, 0.99) * 1e3,
+                    quantile(lag, 0.99) * 1e3,
                     int(lag[float("inf")] - lag[0.05]),
                 )
             )
@@ -87,7 +87,7 @@ async def _stream(client: httpx.AsyncClient, model: str, tokens: int) -> None:
         raise RuntimeError(f"{tokens} tokens were asked for, usage is {usage}")
 
 
-def _histograms(running: RunningStack) -> dict[str, Histogram]:
+def histograms(running: RunningStack) -> dict[str, Histogram]:
     """The gateway's, summed over their labels."""
     text = httpx.get(f"http://127.0.0.1:{running.admin_ports['gateway']}/metrics", timeout=60).raise_for_status().text
     found: dict[str, Histogram] = {DELAY: {}, LAG: {}}
@@ -99,11 +99,11 @@ def _histograms(running: RunningStack) -> dict[str, Histogram]:
     return found
 
 
-def _difference(after: Histogram, before: Histogram) -> Histogram:
+def difference(after: Histogram, before: Histogram) -> Histogram:
     return {bound: after[bound] - before[bound] for bound in sorted(after)}
 
 
-def _quantile(histogram: Histogram, share: float) -> float:
+def quantile(histogram: Histogram, share: float) -> float:
     """Interpolated within its bucket; the largest finite bound for what lies beyond."""
     wanted = share * histogram[float("inf")]
     previous = (0.0, 0.0)

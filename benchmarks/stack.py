@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -26,11 +27,11 @@ class RunningStack:
 
 
 @contextlib.contextmanager
-def stack(*arguments: str) -> Iterator[RunningStack]:
+def stack(*arguments: str, max_num_seqs: int = 64) -> Iterator[RunningStack]:
     """`lockstep serve ARGUMENTS` on a free port, until the block ends. Raises RuntimeError when it does not become ready."""
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         command = [str(Path(sys.executable).with_name("lockstep")), "serve", *arguments, "--port", "0"]
-        process = subprocess.Popen(command, cwd=folder)
+        process = subprocess.Popen(command, cwd=folder, env={**os.environ, "LOCKSTEP_WORKER_MAX_NUM_SEQS": str(max_num_seqs)})
         try:
             yield _wait_until_ready(process, Path(folder) / ".lockstep")
         finally:
@@ -39,7 +40,7 @@ def stack(*arguments: str) -> Iterator[RunningStack]:
 
 
 @contextlib.contextmanager
-def scripted_stack(script: Mapping[str, object], max_length: int) -> Iterator[RunningStack]:
+def scripted_stack(script: Mapping[str, object], max_length: int, max_num_seqs: int = 64) -> Iterator[RunningStack]:
     """A stack whose engine plays `script`, with the demo model's tokenizer and a context of `max_length` tokens."""
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         model, script_file = Path(folder) / "scripted", Path(folder) / "script.json"
@@ -49,7 +50,7 @@ def scripted_stack(script: Mapping[str, object], max_length: int) -> Iterator[Ru
         header = b"{}"  # weights that name no tensors
         (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         script_file.write_text(json.dumps(script))
-        with stack(str(model), "--engine", "scripted", "--script", str(script_file)) as running:
+        with stack(str(model), "--engine", "scripted", "--script", str(script_file), max_num_seqs=max_num_seqs) as running:
             yield running
 
 

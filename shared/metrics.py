@@ -62,7 +62,7 @@ class BatchHistogram(Collector):
 
     def labels(self, *values: str) -> "BatchHistogram.Child":
         """The series of these label values; they exist from now on."""
-        return self._of.setdefault(values, BatchHistogram.Child(self._bounds))
+        return self._of.get(values) or self._of.setdefault(values, BatchHistogram.Child(self._bounds))
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)

@@ -16,7 +16,7 @@ from services.gateway.openai.answering import Outcome, chunk_ending, chunk_openi
 from services.gateway.openai.logprobs import chat_logprobs
 from services.gateway.openai.schemas import ChatMessage, ChatRequest, ConversationRequest
 from services.gateway.openai.service import JSON
-from services.gateway.openai.sse import event, to_json
+from services.gateway.openai.sse import REASONS, event, to_json
 from services.gateway.openai.submission import submits
 from services.gateway.openai.tools import may_call, template_calls, template_id, template_tools
 from services.gateway.openai.validation import chat_request
@@ -144,5 +144,5 @@ class ChatFormat:
 
     def _chunk(self, index: int, delta: str, logprobs: str = "null", finish_reason: str | None = None) -> str:
         """delta, logprobs: JSON."""
-        choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{to_json(finish_reason)}}}'
+        choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{REASONS[finish_reason]}}}'
         return event(f"{self._opening}{choice}{self._ending}")

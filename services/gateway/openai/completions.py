@@ -14,7 +14,7 @@ from services.gateway.openai.answering import Outcome, chunk_ending, chunk_openi
 from services.gateway.openai.logprobs import LegacyLogprobs
 from services.gateway.openai.schemas import CompletionRequest
 from services.gateway.openai.service import JSON
-from services.gateway.openai.sse import event, to_json
+from services.gateway.openai.sse import REASONS, event, to_json
 from services.gateway.openai.submission import submits
 from services.gateway.openai.validation import completion_request
 from services.gateway.text.tokenizer import TextTokenizer
@@ -78,8 +78,9 @@ class CompletionFormat:
     def events(self, delta: Delta) -> str:
         """Text as it comes; the last of each choice says how it finished."""
         logprobs = "null" if self._logprobs is None else to_json(self._logprobs[delta.index].of(delta.tokens))
-        reason = to_json(delta.finish_reason)
-        choice = f'{{"index":{delta.index},"text":{to_json(delta.text)},"logprobs":{logprobs},"finish_reason":{reason}}}'
+        choice = (
+            f'{{"index":{delta.index},"text":{to_json(delta.text)},"logprobs":{logprobs},"finish_reason":{REASONS[delta.finish_reason]}}}'
+        )
         return event(f"{self._opening}{choice}{self._ending}")
 
     def closing(self, answer: Answer) -> str:

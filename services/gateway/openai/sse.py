@@ -27,6 +27,9 @@ T = TypeVar("T")
 to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, since some clients split lines at U+2028 and its like
 
 
+REASONS = {reason: to_json(reason) for reason in (None, "stop", "length", "tool_calls")}
+
+
 def event(data: str) -> str:
     """One event of JSON text."""
     return f"data: {data}\n\n"
