@@ -38,7 +38,7 @@ class Penalties:
         self.frequency[slots] = floats_of(records, "frequency").where(penalised, 0.0)
         self.repetition[slots] = floats_of(records, "repetition").where(penalised, 1.0)
         self.prompt_length[slots] = column_of(records, "prompt_length")
-        self.bias_ids[slots] = NO_BIAS
+        self.bias_ids.index_fill_(0, slots, NO_BIAS)
 
     def bias(self, slots: Tensor, indexes: Tensor, ids: Tensor, values: Tensor) -> None:
         """The plan's biases, int32; of slots that it admits."""
@@ -54,7 +54,7 @@ class Penalties:
         """
         slots, nobody = slots.long(), len(self.counts) - 1
         wanted = ((flags & RowFlag.SAMPLE) != 0) & self.counted[slots]
-        self.counts[slots.where(wanted, nobody)] = 0
+        self.counts.index_fill_(0, slots.where(wanted, nobody), 0)
         lengths = ends.where(wanted, 0)
         row = torch.repeat_interleave(lengths, output_size=total)
         positions = torch.arange(total, device=slots.device) - (lengths.cumsum(0) - lengths)[row]
