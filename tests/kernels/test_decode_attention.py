@@ -65,6 +65,15 @@ def test_with_fixed_splits_a_row_is_the_same_in_every_batch():
         assert together[one].equal(alone)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="elsewhere programs run one after the other")
+def test_the_order_in_which_shares_are_ready_does_not_show():
+    cache = PagedCache([1000, 700, 3], 8, 128, 16, torch.bfloat16)
+    slots, lengths = torch.tensor([[0, 1, 2], [1000, 700, 3]], dtype=torch.int32, device=DEVICE)
+    q = randn(3, 16, 128, seed=1, dtype=torch.bfloat16)
+    outs = [decode_attention_triton(q, cache.k_cache, cache.v_cache, cache.page_table, slots, lengths, 0.1) for _ in range(200)]
+    assert all(out.equal(outs[0]) for out in outs)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="takes a CUDA graph")
 def test_a_captured_launch_follows_the_lengths_on_the_device():
     cache = PagedCache([700, 300], 2, 128, 16, torch.bfloat16)
