@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from services.local.backend import LOOPBACK, Backend
+from services.local.backend import LOOPBACK, Backend, ServiceEnded
 from services.local.background import BackgroundLoop
 from services.local.loading import POLL_EVERY_S
 from services.local.progress import StartupProgress
@@ -122,6 +122,12 @@ class LLM:
         self._finalizer()
 
     @property
+    def _open(self) -> "_Service":
+        if not self._finalizer.alive:
+            raise ServiceEnded("this LLM was closed: make a new one")
+        return self._service
+
+    @property
     def vocab_size(self) -> int:
         """Ids are below it."""
         return self._service.description.vocab_size
@@ -146,7 +152,7 @@ class LLM:
         """The model's, as transformers has it, with its chat template. Raises ConfigError for a model without."""
         from transformers import PreTrainedTokenizerFast  # seconds that prompts of ids do not need
 
-        found = self._service.run(self._service.files())
+        found = self._open.run(self._open.files())
         if not any(file.name == "tokenizer.json" for file in found):
             raise ConfigError("the model has no tokenizer.json: give prompts as token ids")
         with tempfile.TemporaryDirectory(prefix="lockstep-files-") as folder:
@@ -161,22 +167,26 @@ class LLM:
         sampling: one for all, or one for each. Raises InvalidPrompt before anything is computed; RequestFailed, PeerLost or ServiceEnded
         when something breaks, and then gives up the whole call. Ctrl-C does too; the model can be asked again after it.
         """
+        service = self._open
         if isinstance(prompts, str):
             raise InvalidPrompt("prompts: a list of them, got one text; write [text]")
         wanted = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
         if len(wanted) != len(prompts):
             raise InvalidPrompt(f"sampling: one for all prompts or one for each, got {len(wanted)} for {len(prompts)} prompts")
         ids = [self._checked(index, prompt, each.max_tokens) for index, (prompt, each) in enumerate(zip(prompts, wanted, strict=True))]
-        submits = [_submit(each, its) for each, its in zip(ids, wanted, strict=True)]
+        submits = [_submit(index, each, its) for index, (each, its) in enumerate(zip(ids, wanted, strict=True))]
         with self._turn, self._bar(len(prompts)) as on_progress:
-            answers = self._service.run(self._service.session.complete(submits, on_progress))
+            answers = service.run(service.session.complete(submits, on_progress))
         return [self._completion(*each) for each in zip(prompts, ids, wanted, answers, strict=True)]
 
     def _checked(self, index: int, prompt: Prompt, max_tokens: int) -> Int32s:
         """The prompt's ids. Raises InvalidPrompt."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.backend_tokenizer.encode(prompt).ids
-        ids = np.asarray(prompt)
+        try:
+            ids = np.asarray(prompt)
+        except ValueError as error:  # lists of different lengths in it
+            raise InvalidPrompt(f"prompt {index}: a text or a list of token ids, got {_shown(prompt)}") from error
         if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
             raise InvalidPrompt(f"prompt {index}: a text or a list of at least one token id, got {_shown(prompt)}")
         if ids.min() < 0 or ids.max() >= self.vocab_size:
@@ -268,7 +278,15 @@ async def _described(stub: GenerationStub) -> pb.GenerationDescribeResponse:
         await asyncio.sleep(POLL_EVERY_S)
 
 
-def _submit(prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
+def _submit(index: int, prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
+    """Raises InvalidPrompt for a value of the sampling that no message can hold; others are the scheduler's to refuse."""
+    try:
+        return _message(prompt_ids, sampling)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidPrompt(f"prompt {index}: its sampling has a value of the wrong kind or size: {error}; got {sampling}") from error
+
+
+def _message(prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
     return pb.Submit(
         prompt_ids=ids_to_bytes(prompt_ids),
         max_tokens=sampling.max_tokens,

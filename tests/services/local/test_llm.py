@@ -144,6 +144,8 @@ def test_threads_take_turns(llm: LLM) -> None:
         ([[]], "prompt 0: a text or a list of at least one token id, got []"),
         ([[5], [1.5]], "prompt 1: a text or a list"),
         ([[5], [[6]]], "prompt 1: a text or a list"),
+        ([[5], [[6], [7, 8]]], "prompt 1: a text or a list"),
+        ([None], "prompt 0: a text or a list"),
         ([[5, tiny.VOCAB_SIZE]], f"the vocabulary has {tiny.VOCAB_SIZE}"),
         ([[-1]], "ids from -1 to -1"),
         ([[5] * tiny.MAX_LENGTH], f"exceed the {tiny.MAX_LENGTH} that fit"),
@@ -153,6 +155,12 @@ def test_a_prompt_that_cannot_be_is_refused_before_anything_is_computed(llm: LLM
     with pytest.raises(InvalidPrompt) as caught:
         llm.generate(prompts, Sampling(max_tokens=1))
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(-1), Sampling(1, top_k=2**40), Sampling(1, stop_token_ids=(2**40,)), Sampling(1, seed="x")])  # type: ignore[arg-type]
+def test_a_sampling_of_the_wrong_kind_is_refused_likewise(llm: LLM, sampling: Sampling) -> None:
+    with pytest.raises(InvalidPrompt, match="prompt 0: its sampling has a value of the wrong kind or size"):
+        llm.generate([[5]], sampling)
 
 
 def test_no_prompts_are_no_completions(llm: LLM) -> None:
@@ -185,6 +193,8 @@ def test_several_groups_share_the_prompts(model: Path, script: Callable[..., Pat
         assert [each.ids.tolist() for each in completions] == [[40, 41, 40, 41]] * 20
         llm.close()
         assert children() <= before
+        with pytest.raises(ServiceEnded, match="was closed"):
+            llm.generate([[5]])
     llm.close()
 
 
