@@ -20,6 +20,7 @@ CLIENTS = {  # environments, by what is installed into them
     "sdks": ("openai==3.57.0", "langchain-openai==1.7.4", "litellm==1.110.2"),
     "lm-eval": ("lm-eval[api]==0.4.13", "transformers==5.24.0"),
     "aiperf": ("aiperf==0.13.0",),
+    "schemathesis": ("schemathesis==4.32.5",),
 }
 INSTALL_S, RUN_S = 600, 240
 QUESTIONS = [
@@ -145,3 +146,22 @@ def test_aiperf_measures_a_short_load(run: Run, url: str, model: Path, tmp_path:
     assert (report["request_count"]["avg"], report["error_summary"]) == (40, [])
     assert report["output_sequence_length"]["avg"] == pytest.approx(16, abs=1)
     assert report["time_to_first_token"]["p50"] < report["request_latency"]["p50"]
+
+
+@pytest.mark.timeout(INSTALL_S + RUN_S)
+def test_generated_requests_get_what_the_openapi_document_says(run: Run, tmp_path: Path) -> None:
+    """Some hundred of them; `schemathesis run --max-examples 500` by hand makes thousands."""
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"step_s": 0.0005, "default": {"ids": [40, 41, 42, 43], "repeat": True}}))
+    engine = ["--engine", "scripted", "--script", str(script)]
+    launched = Launched(tmp_path, "serve", str(tiny.weightless_model(tmp_path / "tiny")), *engine, "--port", "0")
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    options = ["--phases", "coverage,fuzzing", "--max-examples", "10", "--checks", checks, "--suppress-health-check", "all"]
+    try:
+        document = f"{launched.ready()['url']}/openapi.json"
+        told = run("schemathesis", "schemathesis", "run", document, *options, "--seed", "1", "--no-color")
+        assert "generated" in told
+        launched.press_ctrl_c()
+        assert launched.end() == 0
+    finally:
+        launched.clean_up()

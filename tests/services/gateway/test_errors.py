@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +15,7 @@ from services.gateway.openai.validation import parse
 from shared.protocol.generation_pb2 import RejectReason
 from tests.services.gateway.conftest import ANY, Stack, assert_error
 from tests.services.gateway.scripted_scheduler import ERROR
+from tests.tiny import tiny_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 V = 384
@@ -202,6 +204,8 @@ async def test_api_10_lone_surrogates(stack: Stack) -> None:
     for stream in ("true", "false"):
         for fault in ((r"\ud800", "a", "b"), ("a", r"\ud800", "b"), ("a", "b", r"a\ud800b"), ("a", "b", r"\udc00\ud800")):
             assert_error(await stack.http.post("/v1/chat/completions", content=body % (stream, *fault)), 400, None)
+    tool = r'{"model": "tiny", "messages": [], "tools": [{"type": "function", "function": {"name": "\ud800"}}]}'
+    assert_error(await stack.http.post("/v1/chat/completions", content=tool), 400, None)
     assert (await stack.http.post("/v1/chat/completions", content=body % ("false", "a", "b", r"\ud83d\ude00"))).status_code == 200
 
 
@@ -360,3 +364,32 @@ async def test_a_response_format_is_refused_on_both_endpoints(stack: Stack) -> N
     assert_error(await stack.chat(**wanted), 400, "response_format", ANY)
     assert_error(await stack.complete(**wanted), 400, "response_format", ANY)
     assert (await stack.complete(response_format={"type": "text"})).status_code == 200
+
+
+async def test_str_07_faults_known_before_the_first_token_are_http_errors(start: Any, tmp_path: Path) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{{ messages[0].content }}"
+    tiny_tokenizer(tmp_path / "model", template)
+    stack = await start({"folder": tmp_path / "model"})
+    faults: list[tuple[dict[str, Any], int, str | None]] = [
+        ({"model": "nope"}, 404, None),
+        ({"max_tokens": 10**6}, 400, "messages"),
+        ({"messages": "hi"}, 400, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "messages"),
+        ({"n": 0}, 400, "n"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
+    ]
+    for fields, status, param in faults:
+        response = await stack.chat(stream=True, **fields)
+        assert_error(response, status, param)
+        assert "data:" not in response.text
+
+
+async def test_tpl_05_a_template_that_refuses_says_why_to_the_client(start: Any, tmp_path: Path) -> None:
+    tiny_tokenizer(
+        tmp_path / "model", "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}{{ messages.x.y }}"
+    )
+    stack = await start({"folder": tmp_path / "model"})
+    for stream in (False, True):
+        for role, words in (("system", "No system"), ("user", "")):
+            error = assert_error(await stack.chat(stream=stream, messages=[{"role": role, "content": "x"}]), 400, "messages")
+            assert words in error["message"]

@@ -308,3 +308,21 @@ def test_tools_reach_the_template_as_text(tmp_path: Path, chat: Callable[..., Pr
     prompt = chat(tokenizer, CONVERSATIONS[0], tools=[tool])
     assert (prompt.ids.count(IM_START), prompt.ids.count(IM_END)) == (0, 1)
     assert "<|im_start|>system" in prompt.text
+
+
+def test_tpl_08_tool_results_in_parts_and_in_order(tmp_path: Path, chat: Callable[..., Prompt]) -> None:
+    tokenizer, dialect = with_template(tmp_path, TEMPLATES["qwen"]), Dialect("hermes", False)
+    calls = [{"id": f"c{n}", "type": "function", "function": {"name": f"f{n}", "arguments": "{}"}} for n in (1, 2)]
+    rendered = []
+    for first in ("one", [{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}]):
+        told = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "content": first, "tool_call_id": "c1"},
+            {"role": "tool", "content": "two", "tool_call_id": "c2"},
+        ]
+        rendered.append(chat(tokenizer, [template_message(ChatMessage.model_validate(each), dialect) for each in told]).text)
+    assert rendered[0] == rendered[1]
+    places = [rendered[0].index(each) for each in ("f1", "f2", "one", "two")]
+    assert places == sorted(places)
+    assert "{'type'" not in rendered[0]
