@@ -4,6 +4,7 @@ import torch
 
 from services.worker.distributed.rendezvous import CommunicatorKind
 from services.worker.engine.interface import RankSpec
+from services.worker.engine.staging import ALIGNED
 from shared.errors import ConfigError
 
 HOST_KV_CACHE_BYTES = 1 << 30  # of a rank on a CPU that nobody told otherwise
@@ -39,6 +40,14 @@ def communicator_of(spec: RankSpec, device: torch.device) -> CommunicatorKind:
     if kind == "gloo" and spec.cuda_graphs and spec.ranks > 1:
         raise ConfigError("communicator: gloo goes through main memory, which no CUDA graph can hold: set --cuda-graphs false")
     return kind
+
+
+def check_gpu(spec: RankSpec, max_length: int) -> None:
+    """Raises ConfigError for what only other devices can."""
+    if max_length < ALIGNED:
+        raise ConfigError(f"max_model_len: on a GPU at least {ALIGNED}, got {max_length}")
+    if spec.cuda_graphs and spec.sampling_gather == "candidates":
+        raise ConfigError("sampling_gather: candidates counts on the host, which no CUDA graph can hold: set --cuda-graphs false, or full")
 
 
 def dtype_of(spec: RankSpec, device: torch.device) -> torch.dtype:

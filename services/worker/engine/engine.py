@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,16 +14,17 @@ from kernels.plan_unpack import plan_unpack
 from services.worker.distributed.board import Mark
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.batch import Batch
-from services.worker.engine.devices import HOST_KV_CACHE_BYTES, communicator_of, device_of, dtype_of
-from services.worker.engine.features import VARIANTS, Feature, SlotFeatures
+from services.worker.engine.devices import HOST_KV_CACHE_BYTES, check_gpu, communicator_of, device_of, dtype_of
+from services.worker.engine.features import Feature, SlotFeatures
 from services.worker.engine.graphs import Graphs
 from services.worker.engine.interface import Facts, Flight, Landed, Memory, Progress, RankSpec
 from services.worker.engine.logprobs import PromptScores, ids_of, records_of, scored_tokens, table
 from services.worker.engine.penalties import Penalties
+from services.worker.engine.rehearsal import Rehearsal
 from services.worker.engine.sampling import CandidateSampler, FullSampler, Sampler
-from services.worker.engine.sections import Sections, decode_sections, row_sections, samples, sections_of
+from services.worker.engine.sections import Sections, decode_sections, samples, sections_of
 from services.worker.engine.slots import Slots
-from services.worker.engine.staging import ALIGNED, PlanStaging, ResultRing, aligned, prefill_shape
+from services.worker.engine.staging import PlanStaging, ResultRing, aligned, prefill_shape
 from services.worker.kvcache import CacheShape, LayerCache, allocate
 from services.worker.layers.backends import backends
 from services.worker.layers.linear import head_share
@@ -64,6 +64,8 @@ class TorchEngine:
         max_length = spec.max_model_len or config.max_length
         if max_length > config.max_length:
             raise ConfigError(f"max_model_len: {max_length} is more than the model's {config.max_length} positions")
+        if device.type == "cuda":
+            check_gpu(spec, max_length)
         dtype = dtype_of(spec, device)
         self.model = _built(lambda: cls(config, backends(group, device, spec.deterministic), max_length), dtype, device)
         shards = self.model.shards(folder.tensors.keys())
@@ -80,7 +82,8 @@ class TorchEngine:
         self.features = SlotFeatures(spec.slots)
         self.penalties = Penalties(spec.slots + 1, self.sampler.columns, self.sampler.first, device)
         self.prompt_scores = PromptScores(spec.slots, self.sampler)
-        self.max_step_tokens, self.max_length = spec.max_step_tokens, max_length
+        self.max_length = max_length
+        self._rehearsal = Rehearsal(self.step, self.slots.padding, spec.slots, max_length, spec.max_step_tokens, device)
         self.caches: list[LayerCache] = []
         self.token_ids = torch.empty(0)  # [pages * page_size] int32: whose keys and values the cache holds at each place
         shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
@@ -101,7 +104,10 @@ class TorchEngine:
         if device.type == "cuda":
             self.staging = PlanStaging(spec.slots, spec.max_step_tokens, max_length, self.slots.padding, device)
             self.results = ResultRing(spec.slots)
-            self._warm_up(spec, self.staging, progress)
+            self._rehearsal.compile(progress)
+            if spec.cuda_graphs:
+                self.graphs = Graphs(spec.slots, max_length, spec.max_step_tokens, self.step, self.staging, progress)
+            torch.cuda.synchronize()
 
     def reset(self) -> None:
         self.slots.reset()
@@ -192,51 +198,16 @@ class TorchEngine:
         self.caches = allocate(shape, pages, self.device)
         self.token_ids = torch.zeros(pages * self.page_size, dtype=torch.int32, device=self.device)
 
-    def _warm_up(self, spec: RankSpec, staging: PlanStaging, progress: Progress) -> None:
-        """Compiles what the first steps would have to wait for, and captures steps. Rows of nobody, who write to the scratch page."""
-        if self.max_length < ALIGNED:
-            raise ConfigError(f"max_model_len: on a GPU at least {ALIGNED}, got {self.max_length}")
-        sizes = sorted({aligned(1 << power) for power in range(self.max_step_tokens.bit_length())} | {aligned(self.max_step_tokens)})
-        rows = sorted({prefill_shape(count, sizes[-1], self.max_length)[0] for count in range(1, spec.slots + 1)})
-        shapes = [(count, 0, sizes[-1]) for count in rows]
-        shapes += [(rows[0], decodes, size) for decodes in (0, ALIGNED, aligned(spec.slots)) for size in sizes]
-        for number, shape in enumerate(shapes):
-            progress("warming up", number / len(shapes))
-            for features in VARIANTS[-1:] if number else VARIANTS:
-                self._step_of_nobody(*shape, features)
-        if spec.cuda_graphs:
-            if not self.sampler.captured:
-                raise ConfigError("sampling_gather: candidates cannot be captured in a CUDA graph: set --cuda-graphs false, or full")
-            self.graphs = Graphs(spec.slots, self.max_length, self.max_step_tokens, self.step, staging, progress)
-        torch.cuda.synchronize()
-
-    def _step_of_nobody(self, prefill_rows: int, decodes: int, tokens: int, features: Feature) -> None:
-        """A step with so many rows, and its prompt tokens in the first of them."""
-        whole, rest = divmod(tokens, self.max_length)
-        lengths = np.zeros(max(prefill_rows, whole + 1), dtype=np.int32)
-        lengths[:whole], lengths[whole] = self.max_length, rest
-        chunks = torch.from_numpy(lengths).to(self.device)
-        slots, ids = torch.full_like(chunks, self.slots.padding), torch.zeros(tokens, dtype=torch.int32, device=self.device)
-        nobody = torch.full((decodes,), self.slots.padding, dtype=torch.int32, device=self.device)
-        self.step(row_sections(nobody, slots, torch.zeros_like(chunks), chunks, ids), int(lengths.max()), features)
-
     def _memory_left(self, shape: CacheShape, spec: RankSpec, progress: Progress) -> int:
         """Bytes for the KV cache: the rank's part of the GPU less what is in use and what the largest step needs, which is tried."""
         progress("measuring memory", 0.0)
         self._allocate(shape, 1)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self._step_of_nobody(ALIGNED, 0, aligned(self.max_step_tokens), VARIANTS[-1])
-        nobody = torch.full((spec.slots,), self.slots.padding, dtype=torch.int32, device=self.device)
-        self.step(decode_sections(nobody), 0, VARIANTS[-1])
-        torch.cuda.synchronize()
-        step = torch.cuda.max_memory_allocated() - before
+        step_bytes = self._rehearsal.step_bytes()
         self.caches.clear()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         # Twice the step: once for steps that are launched, once for those that are captured, whose memory is their own.
-        budget = int(total * spec.memory_fraction) - (total - free) - 2 * step - GRAPH_MEMORY_BYTES
+        budget = int(total * spec.memory_fraction) - (total - free) - 2 * step_bytes - GRAPH_MEMORY_BYTES
         return max(budget, 0) // min(spec.ranks, spec.ranks_per_gpu)
 
 

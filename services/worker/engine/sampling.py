@@ -45,7 +45,6 @@ class Sampling:
 class Sampler(Protocol):
     first: int  # the vocabulary id of the logits' first column
     columns: int  # of the logits
-    captured: bool  # whether a CUDA graph can hold it: it never waits for the device
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states `[B, D]` -> the logits that `choose` wants, float32."""
@@ -60,7 +59,7 @@ class Sampler(Protocol):
 class FullSampler:
     """Every rank gathers all logits, and chooses for itself: `4 * V / R` bytes a row from each."""
 
-    first, captured = 0, True
+    first = 0
 
     def __init__(self, head: VocabularyTable) -> None:
         self._head = head
@@ -83,8 +82,6 @@ class CandidateSampler:
     The noise belongs to the vocabulary id, so the best of the offers is the best of all. Other rows (top-p or min-p without
     such a top-k) are gathered whole, and counted. How a row is chosen depends on its own parameters only.
     """
-
-    captured = False
 
     def __init__(self, head: VocabularyTable, mark: Mark) -> None:
         self._head, self._group, self._mark = head, head.group, mark

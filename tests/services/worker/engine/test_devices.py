@@ -1,0 +1,44 @@
+"""What is refused before anything is loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.driver import spec
+from services.worker.engine.devices import check_gpu, communicator_of, device_of, dtype_of
+from shared.errors import ConfigError
+
+GPU, CPU, NOWHERE = torch.device("cuda", 0), torch.device("cpu"), Path("nowhere")
+
+
+def test_ranks_without_a_gpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^device: 3000 ranks, 2 a GPU, need 1500 GPUs, this machine has \d+: set"):
+        device_of(spec(NOWHERE, device="cuda", rank=2999, ranks=3000, ranks_per_gpu=2))
+
+
+def test_cpu_is_taken_where_it_is_asked_for() -> None:
+    assert device_of(spec(NOWHERE, device="cpu")) == CPU
+    assert dtype_of(spec(NOWHERE), CPU) == torch.float32
+    assert dtype_of(spec(NOWHERE), GPU) == torch.bfloat16
+    assert dtype_of(spec(NOWHERE, dtype="float16"), GPU) == torch.float16
+
+
+def test_ranks_that_share_a_gpu_add_up_through_main_memory() -> None:
+    sharing = {"ranks": 2, "ranks_per_gpu": 2}
+    assert communicator_of(spec(NOWHERE, **sharing, cuda_graphs=False), GPU) == "gloo"
+    assert communicator_of(spec(NOWHERE, ranks=2), GPU) == "auto"
+    assert communicator_of(spec(NOWHERE, **sharing), CPU) == "auto"
+    with pytest.raises(ConfigError, match=r"^communicator: gloo goes through main memory"):
+        communicator_of(spec(NOWHERE, **sharing), GPU)
+    with pytest.raises(ConfigError, match=r"^communicator: pynccl: NCCL refuses ranks that share a GPU"):
+        communicator_of(spec(NOWHERE, **sharing, communicator="pynccl", cuda_graphs=False), GPU)
+
+
+def test_what_no_graph_can_hold_is_refused() -> None:
+    check_gpu(spec(NOWHERE), 16)
+    check_gpu(spec(NOWHERE, sampling_gather="candidates", cuda_graphs=False), 16)
+    with pytest.raises(ConfigError, match=r"^sampling_gather: candidates"):
+        check_gpu(spec(NOWHERE, sampling_gather="candidates"), 16)
+    with pytest.raises(ConfigError, match=r"^max_model_len: on a GPU at least 16, got 15$"):
+        check_gpu(spec(NOWHERE), 15)
