@@ -5,7 +5,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import httpx
 import numpy as np
@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text
 from pydantic_settings import SettingsConfigDict
 
-from shared.admin import MAX_CONNECTIONS, SOCKET_TIMEOUT_S, AdminServer, Heartbeat, Probe, admin
+from shared.admin import MAX_CONNECTIONS, NO_PAGES, SOCKET_TIMEOUT_S, AdminServer, Heartbeat, Page, Probe, admin
 from shared.errors import LockstepError
 from shared.metrics import BatchHistogram, Twins, new_registry
 from shared.settings import Settings, load
@@ -33,8 +33,10 @@ def well() -> None:
 
 
 @contextlib.contextmanager
-def serving(*live: Probe, ready: Probe = well, registry: CollectorRegistry | None = None) -> Iterator[str]:
-    server = AdminServer("127.0.0.1", 0, registry or CollectorRegistry(), live, ready)
+def serving(
+    *live: Probe, ready: Probe = well, registry: CollectorRegistry | None = None, pages: Mapping[str, Page] = NO_PAGES
+) -> Iterator[str]:
+    server = AdminServer("127.0.0.1", 0, registry or CollectorRegistry(), live, ready, pages)
     server.start()
     try:
         yield f"http://127.0.0.1:{server.port}"
@@ -51,6 +53,20 @@ def test_probes_say_why_not() -> None:
         live, ready = get(f"{url}/livez"), get(f"{url}/readyz")
     assert (live.status_code, live.text) == (503, "plan 7 is overdue; no tick\n")
     assert (ready.status_code, ready.text) == (503, "loading weights\n")
+
+
+def test_pages_are_json_made_at_each_call_and_a_broken_one_costs_one_answer() -> None:
+    calls: list[int] = []
+
+    def counted() -> object:
+        calls.append(1)
+        return {"calls": len(calls)}
+
+    with serving(well, pages={"/debug/calls": counted, "/debug/broken": lambda: 1 / 0}) as url:
+        assert [get(f"{url}/debug/calls").json() for _ in range(2)] == [{"calls": 1}, {"calls": 2}]
+        assert get(f"{url}/debug/broken").status_code == 500
+        missing = get(f"{url}/debug")
+        assert (missing.status_code, missing.text) == (404, "/livez, /readyz, /metrics, /debug/calls, /debug/broken\n")
 
 
 def test_probes_say_ok() -> None:
