@@ -23,7 +23,7 @@ MAX_ROWS = 64  # of a product that the kernel is considered for
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[M, K]`, weight `[N, K]`, bias `[N]` -> `x @ weight.T + bias`, `[M, N]` like x, summed in float32."""
-    tuned = config("linear", x.device, x.shape[0], *weight.shape)
+    tuned = config("linear", x.device, x.dtype, x.shape[0], *weight.shape)
     return F.linear(x, weight, bias) if tuned is None else linear_triton(x, weight, bias, tuned)
 
 
@@ -33,7 +33,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     The SiLU of the gate's product times the up projection's, in float32 up to the result; where the library computes the products,
     these are rounded to x's type in between.
     """
-    tuned = config("gated_linear", x.device, x.shape[0], weight.shape[0] // 2, weight.shape[1])
+    tuned = config("gated_linear", x.device, x.dtype, x.shape[0], weight.shape[0] // 2, weight.shape[1])
     return silu_and_mul(F.linear(x, weight, bias)) if tuned is None else gated_linear_triton(x, weight, bias, tuned)
 
 
@@ -56,9 +56,9 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def config(operation: str, device: torch.device, rows: int, columns: int, size: int) -> Config | None:
-    """None: the library's product is to run."""
-    if not 0 < rows <= MAX_ROWS:
+def config(operation: str, device: torch.device, dtype: torch.dtype, rows: int, columns: int, size: int) -> Config | None:
+    """None: the library's product is to run, as it is for float32, whose tiles would not fit."""
+    if not 0 < rows <= MAX_ROWS or dtype.itemsize != 2:
         return None
     entries = table(device).get(operation, {}).get(f"{columns}x{size}", {})
     measured = min((int(most) for most in entries if int(most) >= rows), default=None)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.linear import Config, gated_linear, gated_linear_torch, gated_linear_triton, linear, linear_torch, linear_triton
+from kernels.linear import Config, config, gated_linear, gated_linear_torch, gated_linear_triton, linear, linear_torch, linear_triton
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, randn
 
 KERNELS = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="tests the kernel beside its reference")
@@ -61,6 +61,21 @@ def test_without_an_entry_the_library_computes():
     gate, up = (x.double() @ weight.double().T + bias).chunk(2, dim=1)
     assert_near(gated_linear(x, weight, bias), gate / (1 + (-gate).exp()) * up, ulps=16)
     assert linear(torch.zeros(0, 32, device=DEVICE), weight).shape == (0, 24)
+
+
+def test_an_entry_serves_up_to_its_rows_in_half_precision(monkeypatch):
+    entries = {"1": [1, 8, 1024, 1, 4, 1, 0], "16": [16, 16, 256, 1, 4, 3, 0]}
+    monkeypatch.setattr("kernels.linear.table", lambda device: {"linear": {"64x1024": entries}})
+    config.cache_clear()
+
+    def row_block(rows: int, columns: int = 64, dtype: torch.dtype = torch.bfloat16) -> int | None:
+        found = config("linear", DEVICE, dtype, rows, columns, 1024)
+        return found and found.row_block
+
+    assert [row_block(rows) for rows in (0, 1, 2, 16, 17, 65)] == [None, 1, 16, 16, None, None]
+    assert row_block(1, columns=65) is None
+    assert row_block(1, dtype=torch.float32) is None
+    config.cache_clear()
 
 
 @KERNELS
