@@ -123,12 +123,14 @@ class _Family:
             child = self._children[number]
             await _ended(child.process)
             if self._is_stopping:
-                await asyncio.Event().wait()
+                return
             if not self._has_served:
                 raise LockstepError(f"process {number} of the gateway ended at start with status {child.process.exitcode}, see above")
             logger.error("process %d of the gateway ended with status %s: starting it again", number, child.process.exitcode)
             self._registry.lost(number)
             await asyncio.sleep(RESTART_S)
+            if self._is_stopping:
+                return
             self._start(number)
             await self._until_all_listen()
 
