@@ -40,6 +40,11 @@ REQUEST_TOKENS_BUCKETS = (*(float(digit * 10**power) for power in range(6) for d
 STEP_TOKENS_BUCKETS = (1.0, 8.0, *(float(2**power) for power in range(4, 15)))
 
 
+def with_bound(buckets: tuple[float, ...], bound: float | None) -> tuple[float, ...]:
+    """The bounds, and this one too: what a service level objective names is counted, never interpolated."""
+    return buckets if bound is None else tuple(sorted({*buckets, bound}))
+
+
 def new_registry(service: str) -> CollectorRegistry:
     """A registry with the process' own series (`process_*`) and the version of Lockstep."""
     disable_created_metrics()  # a second series beside each counter and histogram, which nobody asks for

@@ -19,6 +19,8 @@ TraceEndpoint = Annotated[
     ),
 ]
 TraceRatio = Annotated[float, Field(ge=0, le=1, description="Share of the traces that begin here which are recorded.")]
+TtftSlo = Annotated[float | None, Field(gt=0, description="Objective for the time to the first token: a bound of its histograms too.")]
+ItlSlo = Annotated[float | None, Field(gt=0, description="Objective for the time between two tokens: a bound of its histograms too.")]
 AdminPort = Annotated[int, Field(ge=0, le=65535, description="Port of /livez, /readyz and /metrics; 0 lets the kernel pick.")]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.metrics import LATENCY_BUCKETS, TOKEN_DELAY_BUCKETS, TOKEN_LATENCY_BUCKETS, TTFT_BUCKETS, BatchHistogram
+from shared.metrics import LATENCY_BUCKETS, TOKEN_DELAY_BUCKETS, TOKEN_LATENCY_BUCKETS, TTFT_BUCKETS, BatchHistogram, with_bound
 
 UNKNOWN_MODEL = "unknown"
 OTHER_ENDPOINT = "other"
@@ -26,7 +26,14 @@ TOKEN_TYPES = ("prompt", "cached", "completion")
 class GatewayMetrics:
     """Of one gateway process."""
 
-    def __init__(self, model_name: str, backend: str, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        backend: str,
+        registry: CollectorRegistry,
+        slo_ttft_s: float | None = None,
+        slo_itl_s: float | None = None,
+    ) -> None:
         """model_name: the first name that is served, which stands for its aliases. backend: the scheduler's address."""
         self.model_name, self._backend = model_name, backend
         self._requests = Counter(
@@ -47,14 +54,14 @@ class GatewayMetrics:
             "lockstep_gateway_time_to_first_token_seconds",
             "From the arrival of an HTTP request to its first token.",
             ["model_name", "endpoint"],
-            buckets=TTFT_BUCKETS,
+            buckets=with_bound(TTFT_BUCKETS, slo_ttft_s),
             registry=registry,
         )
         self._itl = BatchHistogram(
             "lockstep_gateway_inter_token_latency_seconds",
             "Time between the tokens of an answer as they come to the gateway.",
             ["model_name", "endpoint"],
-            TOKEN_LATENCY_BUCKETS,
+            with_bound(TOKEN_LATENCY_BUCKETS, slo_itl_s),
             registry,
         )
         self._delay = BatchHistogram(

@@ -58,7 +58,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event, limits: Limits |
     access = Access(keys, limits or Limits(), OPEN_PATHS | (PAGE_PATHS if settings.page else frozenset()))
     registry = new_registry("gateway")
     schedulers = ",".join(settings.scheduler)
-    metrics = GatewayMetrics(settings.served_model_name[0], schedulers, registry)
+    metrics = GatewayMetrics(settings.served_model_name[0], schedulers, registry, settings.slo_ttft_s, settings.slo_itl_s)
     scheduler = SchedulerClient(
         settings.scheduler,
         settings.max_unread_tokens,

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.gateway.chat.output import ReasoningSetting, ToolSetting
-from shared.settings import Addresses, AdminPort, Settings, TraceEndpoint, TraceRatio
+from shared.settings import Addresses, AdminPort, ItlSlo, Settings, TraceEndpoint, TraceRatio, TtftSlo
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]  # printable ASCII, no blanks
 
@@ -48,6 +48,8 @@ class GatewaySettings(Settings):
     )
     cors_origins: list[str] = Field([], max_length=32, description="A web origin whose pages may ask, like https://a.example; repeat it.")
     page: bool = Field(True, description="Serve the playground and status page at /.")
+    slo_ttft_s: TtftSlo = None
+    slo_itl_s: ItlSlo = None
     trace_endpoint: TraceEndpoint = None
     trace_ratio: TraceRatio = 1.0
     processes: int = Field(1, ge=1, le=64, description="Processes that share the port.")

@@ -73,7 +73,7 @@ async def _surroundings(settings: SchedulerSettings) -> AsyncIterator[tuple[Leas
 async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: History, lease: Lease, follow: Follow | None) -> None:
     leadership = Leadership(lease)
     registry = new_registry("scheduler")
-    metrics = SchedulerMetrics(settings.served_model_name, settings.vllm_names, registry)
+    metrics = SchedulerMetrics(settings.served_model_name, settings.vllm_names, registry, settings.slo_ttft_s, settings.slo_itl_s)
     metrics.watch_leadership(lambda: leadership.leads)
     generation = GenerationService(settings, leadership, metrics, history)
     scheduler = generation.scheduler

@@ -24,6 +24,7 @@ from shared.metrics import (
     TTFT_BUCKETS,
     BatchHistogram,
     Twins,
+    with_bound,
 )
 from shared.protocol.generation_pb2 import FinishReason, RejectReason
 from shared.protocol.plan import MAX_BURST
@@ -123,9 +124,16 @@ class RequestTimes:
 class SchedulerMetrics:
     """Of all groups."""
 
-    def __init__(self, model_name: str, vllm_names: bool, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        vllm_names: bool,
+        registry: CollectorRegistry,
+        slo_ttft_s: float | None = None,
+        slo_itl_s: float | None = None,
+    ) -> None:
         self._model_name = model_name
-        self._series = _Series(registry)
+        self._series = _Series(registry, with_bound(TTFT_BUCKETS, slo_ttft_s), with_bound(TOKEN_LATENCY_BUCKETS, slo_itl_s))
         self._gauges = _Gauges(model_name, registry)
         self._engines: dict[str, EngineMetrics] = {}
         rejected = Counter(
@@ -210,11 +218,13 @@ class EngineMetrics:
 
     def watch(self, read: ReadState) -> None:
         """The group is here. `read` is called by scrapes, in threads of theirs: it changes nothing and waits for nothing."""
-        self._gauges.read[self._name].append(read)
+        self._gauges.read.setdefault(self._name, []).append(read)
 
-    def unwatch(self, read: ReadState) -> None:
-        """The group is lost: its gauges are at rest, its counters stay."""
+    def unwatch(self, read: ReadState, *, planned: bool = False) -> None:
+        """The group is lost: its gauges are at rest, its counters stay. planned: it has drained, and its gauges are gone."""
         self._gauges.read[self._name].remove(read)
+        if planned and not self._gauges.read[self._name]:
+            del self._gauges.read[self._name]
 
     def admitted(self, cached_tokens: int, prompt_tokens: int | None) -> None:
         """A request has a slot, and need not compute so many of its tokens. prompt_tokens: None when it had a slot before."""
@@ -275,7 +285,7 @@ class EngineMetrics:
 class _Series:
     """What counts and measures; the labels of all are model_name and engine."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, ttft_buckets: tuple[float, ...], itl_buckets: tuple[float, ...]) -> None:
         labels = ["model_name", "engine"]
 
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
@@ -284,9 +294,9 @@ class _Series:
         def counter(name: str, documentation: str, *more: str) -> Counter:
             return Counter(f"lockstep_{name}", documentation, [*labels, *more], registry=registry)
 
-        self.ttft = histogram("time_to_first_token_seconds", "From the arrival of a request to its first token.", TTFT_BUCKETS)
+        self.ttft = histogram("time_to_first_token_seconds", "From the arrival of a request to its first token.", ttft_buckets)
         self.itl = BatchHistogram(
-            "lockstep_inter_token_latency_seconds", "Time between tokens of a request.", labels, TOKEN_LATENCY_BUCKETS, registry
+            "lockstep_inter_token_latency_seconds", "Time between tokens of a request.", labels, itl_buckets, registry
         )
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Mean time between a request's tokens after the first.", TOKEN_LATENCY_BUCKETS

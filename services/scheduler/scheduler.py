@@ -157,7 +157,7 @@ class Scheduler:
         """A group is lost: its requests go on elsewhere, or wait for its return."""
         self.groups.remove(group)
         self._share()
-        group.metrics.unwatch(group.state)
+        group.metrics.unwatch(group.state, planned=group.draining)
         self.deliver(group.ended(), now)
         self._metrics.moved(group.num_running, planned=group.draining)
         requests = group.evacuate()

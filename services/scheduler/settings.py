@@ -6,7 +6,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.scheduler.policy import PolicyName
-from shared.settings import Addresses, AdminPort, Settings, TraceEndpoint, TraceRatio
+from shared.settings import Addresses, AdminPort, ItlSlo, Settings, TraceEndpoint, TraceRatio, TtftSlo
 
 NAME = "[a-z0-9]([-a-z0-9.]{0,250}[a-z0-9])?"  # of an object in Kubernetes
 
@@ -25,6 +25,8 @@ class SchedulerSettings(Settings):
     advertise_host: str | None = Field(None, min_length=1, description="Host at which standbys reach us; default: the one we listen on.")
     served_model_name: str = Field("default", min_length=1, max_length=256, description="Label model_name of the metrics.")
     vllm_names: bool = Field(True, description="Export the engine's series under vLLM's names too.")
+    slo_ttft_s: TtftSlo = None
+    slo_itl_s: ItlSlo = None
     log_requests: bool = Field(False, description="Log what each request went through when it ends; else only at log level debug.")
     trace_endpoint: TraceEndpoint = None
     trace_ratio: TraceRatio = 1.0

@@ -83,6 +83,27 @@ def test_gauges_are_read_by_the_scrape_and_rest_when_the_group_is_gone() -> None
     assert metrics.value("lockstep_scheduler_pages", state="owned") == 0
 
 
+def test_gauges_of_a_group_that_has_drained_are_gone_until_it_comes_again() -> None:
+    metrics = Metrics()
+    engine = metrics.engine("blue")
+    for _ in range(2):
+        engine.watch(busy)
+        assert metrics.value("lockstep_scheduler_group_ready") == 1
+        engine.unwatch(busy, planned=True)
+        assert metrics.value("lockstep_scheduler_group_ready") is None
+    assert metrics.value("lockstep_generation_tokens_total") == 0
+
+
+def test_objectives_are_bounds_of_the_histograms() -> None:
+    registry = new_registry("scheduler")
+    SchedulerMetrics("tiny", True, registry, slo_ttft_s=1.7, slo_itl_s=0.033)
+    found = samples(registry)
+    for prefix in ("lockstep_", "vllm:"):
+        for name, bound in (("time_to_first_token_seconds", "1.7"), ("inter_token_latency_seconds", "0.033")):
+            labels = {"model_name": "tiny", "engine": "none", "le": bound}
+            assert found[f"{prefix}{name}_bucket", frozenset(labels.items())] == 0
+
+
 def test_a_request_is_measured_from_its_arrival_to_its_end() -> None:
     metrics = Metrics()
     engine = metrics.engine("blue")
