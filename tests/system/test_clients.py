@@ -22,7 +22,7 @@ CLIENTS = {  # environments, by what is installed into them
     "aiperf": ("aiperf==0.13.0",),
     "schemathesis": ("schemathesis==4.32.5",),
 }
-INSTALL_S, RUN_S = 600, 240
+INSTALL_S, RUN_S = 1200, 240
 QUESTIONS = [
     ("The capital of France is", [" Paris", " a small model"], 0),
     ("Once upon a time there was a small", [" model", " France"], 0),

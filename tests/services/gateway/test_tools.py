@@ -135,31 +135,31 @@ async def test_tool_11_an_answer_goes_back_as_it_came(stack: Stack) -> None:
     assert_error(await stack.chat(messages=[question, message, question]), 400, "messages[2]", None)
 
 
-@pytest.mark.parametrize(
-    "body, param, code",
-    [
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "response_format", "unsupported_value"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name", "missing_required_parameter"),
-        ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "unsupported_value"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "unsupported_value"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", None),
-        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", "unsupported_value"),
-        ({"tools": TOOLS, "tool_choice": "bogus"}, "tool_choice", "invalid_value"),
-        ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", "invalid_type"),
-        ({"tool_choice": "required"}, "tool_choice", None),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", None),
-        ({"tools": []}, "tools", "empty_array"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing_required_parameter"),
-        ({"tools": [{"type": "magic", "function": {"name": "f"}}]}, "tools[0].type", "invalid_value"),
-    ],
-)
-async def test_tool_01_tool_04_tool_08_what_takes_a_grammar_is_refused(stack: Stack, body: dict[str, Any], param: str, code: str) -> None:
-    for stream in (False, True):
-        assert_error(await stack.chat(stream=stream, **body), 400, param, code)
+REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "response_format", "unsupported_value"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name", "missing_required_parameter"),
+    ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "unsupported_value"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "unsupported_value"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", None),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", "unsupported_value"),
+    ({"tools": TOOLS, "tool_choice": "bogus"}, "tool_choice", "invalid_value"),
+    ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", "invalid_type"),
+    ({"tool_choice": "required"}, "tool_choice", None),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", None),
+    ({"tools": []}, "tools", "empty_array"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing_required_parameter"),
+    ({"tools": [{"type": "magic", "function": {"name": "f"}}]}, "tools[0].type", "invalid_value"),
+]
+
+
+async def test_tool_01_tool_04_tool_08_what_takes_a_grammar_is_refused(stack: Stack) -> None:
+    for body, param, code in REFUSED:
+        for stream in (False, True):
+            assert_error(await stack.chat(stream=stream, **body), 400, param, code)
     assert not stack.scheduler.submits
 
 
