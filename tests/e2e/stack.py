@@ -160,7 +160,7 @@ class Stack:
                 service.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # told below, as a process that is left
                     service.process.wait(STOP_S)
-            self._family.end(within_s=1.0)
+            self._family.end(within_s=10.0)  # what a service has started notices its end, and takes a moment on a busy machine
         finally:
             for service in self._services:
                 service.process.wait(STOP_S)
