@@ -10,6 +10,7 @@ from benchmarks import models, tune
 from benchmarks.capacity import Fleet, Load, Objectives, capacity
 from benchmarks.conversations import goodput
 from benchmarks.distance import distance
+from benchmarks.endurance import endurance
 from benchmarks.fleet import fleet
 from benchmarks.gateway import gateway
 from benchmarks.kernels import kernels
@@ -71,6 +72,17 @@ def _streaming(
 ) -> None:
     """Tokens per second that one gateway process streams, beside a bare uvicorn application at the same pace."""
     _finish(streaming(streams, step_ms, tokens), out)
+
+
+@app.command("endurance")
+def _endurance(
+    streams: Annotated[int, typer.Option(min=1, help="Open at a time.")] = 1000,
+    rate: Annotated[float, typer.Option(min=0.1, help="Short requests a second beside them.")] = 50.0,
+    seconds: Annotated[float, typer.Option(min=5, help="For so long.")] = 120.0,
+    out: Out = OUT,
+) -> None:
+    """A gateway with very many open streams, short requests, and a client that never reads: errors, memory, health."""
+    _finish(endurance(streams, rate, seconds), out)
 
 
 @app.command("planning")

@@ -27,11 +27,15 @@ class RunningStack:
 
 
 @contextlib.contextmanager
-def stack(*arguments: str, max_num_seqs: int = 64) -> Iterator[RunningStack]:
-    """`lockstep serve ARGUMENTS` on a free port, until the block ends. Raises RuntimeError when it does not become ready."""
+def stack(*arguments: str, **settings: object) -> Iterator[RunningStack]:
+    """`lockstep serve ARGUMENTS` on a free port, until the block ends; settings: of services, as `worker_max_num_seqs=256`.
+
+    Raises RuntimeError when it does not become ready.
+    """
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         command = [str(Path(sys.executable).with_name("lockstep")), "serve", *arguments, "--port", "0"]
-        process = subprocess.Popen(command, cwd=folder, env={**os.environ, "LOCKSTEP_WORKER_MAX_NUM_SEQS": str(max_num_seqs)})
+        environment = {f"LOCKSTEP_{name.upper()}": str(value) for name, value in settings.items()}
+        process = subprocess.Popen(command, cwd=folder, env={**os.environ, **environment})
         try:
             yield _wait_until_ready(process, Path(folder) / ".lockstep")
         finally:
@@ -40,7 +44,7 @@ def stack(*arguments: str, max_num_seqs: int = 64) -> Iterator[RunningStack]:
 
 
 @contextlib.contextmanager
-def scripted_stack(script: Mapping[str, object], max_length: int, max_num_seqs: int = 64) -> Iterator[RunningStack]:
+def scripted_stack(script: Mapping[str, object], max_length: int, **settings: object) -> Iterator[RunningStack]:
     """A stack whose engine plays `script`, with the demo model's tokenizer and a context of `max_length` tokens."""
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         model, script_file = Path(folder) / "scripted", Path(folder) / "script.json"
@@ -50,7 +54,7 @@ def scripted_stack(script: Mapping[str, object], max_length: int, max_num_seqs: 
         header = b"{}"  # weights that name no tensors
         (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         script_file.write_text(json.dumps(script))
-        with stack(str(model), "--engine", "scripted", "--script", str(script_file), max_num_seqs=max_num_seqs) as running:
+        with stack(str(model), "--engine", "scripted", "--script", str(script_file), **settings) as running:
             yield running
 
 

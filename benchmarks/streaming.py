@@ -39,8 +39,8 @@ def streaming(streams: int, step_ms: float, tokens: int) -> Report:
         loaded = _measured(pid, lambda: _load(url, "bare", streams, tokens))
         rows.append(("bare uvicorn", *loaded.figures(), None, None))
     script = {"step_s": step_ms / 1e3, "default": {"ids": [40, 41, 42, 43], "repeat": True}}
-    with scripted_stack(script, MAX_LENGTH, streams) as running:
-        pid = _listener(running.url)
+    with scripted_stack(script, MAX_LENGTH, worker_max_num_seqs=streams) as running:
+        pid = listener(running.url)
         uvloop.run(_load(running.url, running.model, streams, WARM_UP_TOKENS))
         before = histograms(running)[DELAY]
         served = _measured(pid, lambda: _load(running.url, running.model, streams, tokens))
@@ -85,7 +85,7 @@ def _measured(pid: int, load: Callable[[], Any]) -> Loaded:
     return loaded
 
 
-class _Stream(asyncio.Protocol):
+class Stream(asyncio.Protocol):
     """A client that counts events and decodes none: it must cost less than the server."""
 
     def __init__(self, request: bytes) -> None:
@@ -111,26 +111,37 @@ class _Stream(asyncio.Protocol):
             self.ended.set_exception(RuntimeError(f"a stream broke off after {self.events} events: {self._tail!r}"))
 
 
-async def _load(url: str, model: str, streams: int, tokens: int) -> Loaded:
+def request_of(model: str, tokens: int) -> bytes:
+    """The bytes that ask for a stream of so many tokens."""
     body = json.dumps({"model": model, "prompt": "hi", "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: benchmark\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    loop = asyncio.get_running_loop()
-    start = time.monotonic()
-    connections = [await loop.create_connection(lambda: _Stream(head.encode() + body), "127.0.0.1", _port(url)) for _ in range(streams)]
-    await asyncio.gather(*(protocol.ended for _, protocol in connections))
-    return Loaded(streams * tokens, sum(protocol.events for _, protocol in connections) - streams, time.monotonic() - start)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: benchmark\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def _port(url: str) -> int:
+async def opened(url: str, request: bytes) -> Stream:
+    """A stream that has begun."""
+    _, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(request), "127.0.0.1", port_of(url))
+    return stream
+
+
+async def _load(url: str, model: str, streams: int, tokens: int) -> Loaded:
+    start, request = time.monotonic(), request_of(model, tokens)
+    open_streams = [await opened(url, request) for _ in range(streams)]
+    await asyncio.gather(*(stream.ended for stream in open_streams))
+    return Loaded(streams * tokens, sum(stream.events for stream in open_streams) - streams, time.monotonic() - start)
+
+
+def port_of(url: str) -> int:
+    """The port of a URL without a path."""
     return int(url.rsplit(":", 1)[1])
 
 
-def _listener(url: str) -> int:
+def listener(url: str) -> int:
     """The process that listens at the URL's port."""
     return next(
         connection.pid
         for connection in psutil.net_connections("tcp")
-        if connection.laddr and connection.laddr.port == _port(url) and connection.status == psutil.CONN_LISTEN and connection.pid
+        if connection.laddr and connection.laddr.port == port_of(url) and connection.status == psutil.CONN_LISTEN and connection.pid
     )
 
 
