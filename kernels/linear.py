@@ -94,7 +94,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: 
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one kernel for all sizes of batch, or a worker would compile it for each kind of them
 def _kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, rows, columns, size, row_stride,
     GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
