@@ -38,7 +38,7 @@ async def test_completions_stream_and_whole(stack: Stack) -> None:
 async def test_str_01_bytes_on_the_wire(stack: Stack, path: str) -> None:
     body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
     stack.says("hello, world ends here")
-    for fields, reason in (({}, "stop"), ({"max_tokens": 3}, "length"), ({"stop": "ends"}, "stop")):
+    for fields, reason in (({}, "stop"), ({"max_tokens": 3}, "length"), ({"stop": "ends"}, "stop"), ({"n": 2}, "stop")):
         response = await stack.http.post(f"/v1/{path}", json={**body, **fields})
         raw = response.content
         assert raw.isascii()
