@@ -3,48 +3,37 @@
 It is production without its gateway: worker and scheduler run as processes, prompts and tokens travel over the same gRPC.
 """
 
-import asyncio
 import contextlib
 import secrets
 import tempfile
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self
 
-import grpc
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from services.local.backend import LOOPBACK, Backend, ServiceEnded
-from services.local.background import BackgroundLoop
-from services.local.loading import POLL_EVERY_S
+from services.local.backend import Backend, ServiceEnded
 from services.local.progress import StartupProgress
-from services.local.session import Answer, Logprobs, OnProgress, Session
-from shared.errors import ConfigError, LockstepError, PeerLost
-from shared.protocol import files
+from services.local.service import Service
+from services.local.session import Answer, Logprobs, OnProgress
+from shared.errors import ConfigError, LockstepError
 from shared.protocol import generation_pb2 as pb
-from shared.protocol.files import ModelFile
-from shared.protocol.generation_pb2_grpc import GenerationStub
 from shared.protocol.plan import Int32s, ids_to_bytes
-from shared.rpc import CONNECT_S, PROTOCOL_VERSION, channel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-T = TypeVar("T")
 Prompt = str | Sequence[int] | Int32s
 Setting = str | int | float | bool | Path | None
 
-FILES_TIMEOUT_S = 60.0
 SEED_BITS = 63
 MAX_SHOWN = 60  # characters of a prompt that is refused
-# With the scheduler at a time, as a multiple of what all groups compute at a time: enough that none of them waits for this client.
-WINDOW = 2
 
 
 class InvalidPrompt(LockstepError):
@@ -107,7 +96,7 @@ class LLM:
             if value is not None:
                 arguments.append(f"--{name.replace('_', '-')}={str(value).lower() if isinstance(value, bool) else value}")
         with StartupProgress(self._console) as shown:
-            self._service = _Service(Backend(Path(model), groups, tensor_parallel_size, arguments), shown)
+            self._service = Service(Backend(Path(model), groups, tensor_parallel_size, arguments), shown)
         self._finalizer = weakref.finalize(self, self._service.close)  # also when the interpreter ends
         self._turn = threading.Lock()
 
@@ -122,7 +111,7 @@ class LLM:
         self._finalizer()
 
     @property
-    def _open(self) -> "_Service":
+    def _open(self) -> Service:
         if not self._finalizer.alive:
             raise ServiceEnded("this LLM was closed: make a new one")
         return self._service
@@ -226,56 +215,6 @@ class LLM:
                 bar.update(task, completed=ended, rate=f"{tokens / elapsed_s:,.0f} tokens/s" if elapsed_s else "")
 
             yield on_progress
-
-
-class _Service:
-    """Processes, connection and event loop behind an LLM, which it does not know: so it can end when that one is forgotten."""
-
-    def __init__(self, backend: Backend, progress: StartupProgress) -> None:
-        self.backend = backend
-        self._loop = BackgroundLoop()
-        self._opened = contextlib.AsyncExitStack()
-        try:
-            self._loop.run(self._start(progress))
-        except BaseException:
-            self.close()
-            raise
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns or raises, on the loop. Raises ServiceEnded instead when a service ends."""
-        return self._loop.run(self.backend.unless_ended(work))
-
-    def close(self) -> None:
-        self._loop.run(self._stop())
-        self._loop.close()
-
-    async def files(self) -> list[ModelFile]:
-        """Tokenizer, chat template and generation config, as the workers have them."""
-        request = pb.GenerationFilesRequest(fingerprint=self.description.fingerprint)
-        return await files.receive(aiter(self._stub.Files(request, timeout=FILES_TIMEOUT_S)))
-
-    async def _start(self, progress: StartupProgress) -> None:
-        port = await self.backend.start(progress)
-        self._stub = GenerationStub(await self._opened.enter_async_context(channel(f"{LOOPBACK}:{port}")))
-        self.description = await self.backend.unless_ended(_described(self._stub))
-        self.slots = sum(group.slots for group in self.backend.groups)
-        self.session = Session(self._stub, WINDOW * self.slots)
-        self._opened.push_async_callback(self.session.close)
-
-    async def _stop(self) -> None:
-        await self._opened.aclose()
-        await self.backend.stop()
-
-
-async def _described(stub: GenerationStub) -> pb.GenerationDescribeResponse:
-    """What the scheduler tells of its model, once it can: the stream to a worker is there a moment before."""
-    while True:
-        try:
-            return await stub.Describe(pb.GenerationDescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=CONNECT_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise PeerLost(f"the scheduler: {error.code().name.lower()}: {error.details()}") from error
-        await asyncio.sleep(POLL_EVERY_S)
 
 
 def _submit(index: int, prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:

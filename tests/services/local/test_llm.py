@@ -247,8 +247,8 @@ import sys
 from services.local import LLM, Sampling
 
 llm = LLM(sys.argv[1], engine="scripted", script=sys.argv[2])
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     llm.generate([[5]] * 100, Sampling(200))
 except KeyboardInterrupt:
     print(len(llm.generate([[5]], Sampling(2))[0].ids), flush=True)
