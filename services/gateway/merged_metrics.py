@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -24,6 +24,7 @@ class MergedRegistry(CollectorRegistry):
 
     def __init__(self, host: str) -> None:
         """host: where the admin ports listen."""
+        disable_created_metrics()
         super().__init__(auto_describe=True)
         ProcessCollector(registry=self)
         self._host = ANYWHERE.get(host, host)

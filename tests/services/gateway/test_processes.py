@@ -5,17 +5,22 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway import keys
-from services.gateway.merged_metrics import merged
+from services.gateway.merged_metrics import MergedRegistry, merged
+from services.gateway.metrics import GatewayMetrics
 from tests.processes import Family
 from tests.services.gateway.conftest import EOS
 from tests.services.gateway.scripted_scheduler import Script, ScriptedScheduler
@@ -99,7 +104,7 @@ async def gateway(tokenizer_folder: Path, tmp_path: Path) -> AsyncIterator[Gatew
         if gateway.process.returncode is None:
             gateway.process.terminate()
         assert await asyncio.wait_for(gateway.process.wait(), WITHIN_S) == 0
-        gateway.family.end(within_s=2.0)
+        gateway.family.end(within_s=20.0)  # what the killed process had started itself notices when it has loaded its libraries
     finally:
         if gateway.process.returncode is None:
             gateway.process.kill()
@@ -154,3 +159,19 @@ def test_what_processes_tell_is_added_up() -> None:
     families = [family for told in ((2, 1), (3, 0)) for family in text_string_to_metric_families(TOLD % told)]
     samples = {(sample.name, sample.labels.get("x")): sample.value for family in merged(families) for sample in family.samples}
     assert samples == {("a_total", "1"): 5, ("lockstep_gateway_backend_up", None): 0}
+
+
+def test_both_formats_of_the_merged_view_are_read_by_their_parsers() -> None:
+    registry = MergedRegistry("127.0.0.1")
+    GatewayMetrics("tiny", "127.0.0.1:1", registry).request("/v1/completions").ended(200)
+    texts = [families_of(parser(write(registry).decode())) for parser, write in FORMATS]
+    assert texts[0] == texts[1]
+    assert "lockstep_gateway_requests" in texts[0]
+
+
+FORMATS = ((text_string_to_metric_families, generate_latest), (openmetrics_families, generate_openmetrics))
+
+
+def families_of(families: Iterable[Metric]) -> dict[str, int]:
+    """How many samples each has."""
+    return {family.name: len(family.samples) for family in families}
