@@ -1,4 +1,5 @@
-"""Writes what follows from `helm.values`: values.yaml, values.schema.json, the chart's README and docs/values.md.
+"""Writes what follows from `helm.values`: values.yaml, values.schema.json, the chart's README and docs/values.md; and the chart's
+rules and dashboards, which work as they are, with the objectives that are the defaults. templates/monitoring/_slo.tpl puts in others.
 
 `python -m helm.generate [--into FOLDER]`; a test compares the result with what is committed.
 """
@@ -15,6 +16,11 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+from helm.dashboards.cold_start import cold_start
+from helm.dashboards.engine import engine
+from helm.dashboards.fleet import fleet
+from helm.dashboards.overview import overview
+from helm.rules import rules
 from helm.values import Chart, Values
 
 ROOT = Path(__file__).parent.parent
@@ -98,9 +104,13 @@ def generated() -> dict[Path, str]:
     chart = Chart()
     rows = "\n".join(["| value | default | meaning |", "|---|---|---|", *table(chart)])
     schema: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#"} | Chart.model_json_schema(schema_generator=Schema)
+    objectives = chart.monitoring.slo
+    dashboards = (overview(objectives), engine(), fleet(), cold_start())
     head = "# Made by `make chart` from helm/values.py. Every value is explained above it; the schema refuses keys that are not here.\n\n"
     return {
         CHART / "values.yaml": head + "\n".join(values_yaml(chart)).rstrip() + "\n",
+        CHART / "files/rules.yaml": yaml.safe_dump(rules(objectives), sort_keys=False, width=1000),
+        **{CHART / f"files/dashboards/{each.name}.json": json.dumps(each.json(), indent=1) + "\n" for each in dashboards},
         CHART / "values.schema.json": json.dumps(schema, indent=2) + "\n",
         CHART / "README.md": INTRODUCTION + rows + "\n",
         Path("docs/values.md"): "# Values of the chart\n\nMade by `make chart` from helm/values.py.\n\n" + rows + "\n",

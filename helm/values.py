@@ -13,6 +13,8 @@ Scalar = str | int | float | bool
 Labels = dict[str, Scalar]
 Object = dict[str, Any]
 Objects = list[Object]
+# `helm --set` makes a string of 0.9.
+TEXT = {"type": ["number", "string"], "pattern": r"^[0-9]*\.?[0-9]+$"}
 
 
 class Values(BaseModel):
@@ -248,23 +250,25 @@ class SharedMemory(Values):
     sizeLimit: Quantity = "2Gi"
 
 
-class Keda(Values):
+class GroupAutoscaler(Values):
     enabled: bool = False
-    """Scale worker groups by a KEDA ScaledObject, where the cluster knows the kind."""
+    """Scale worker groups by what waits and what runs. Without data nothing is scaled."""
+    type: Literal["keda", "hpa"] = "keda"
+    """keda: a ScaledObject, where the cluster knows the kind; hpa: a HorizontalPodAutoscaler on metrics that an adapter serves."""
     minReplicas: int = Field(default=1, ge=1)
     """Least groups."""
     maxReplicas: int = Field(default=4, ge=1, le=256)
     """Most groups."""
     prometheusAddress: str = ""
-    """URL of Prometheus as KEDA reaches it."""
-    backlogSeconds: float = Field(default=5.0, gt=0)
+    """URL of Prometheus as KEDA reaches it; default with `monitoring.stack`: the one that it deploys."""
+    backlogSeconds: float = Field(default=5.0, gt=0, json_schema_extra=TEXT)
     """Seconds of waiting work a group that one more group is added for."""
     runningRequests: int = Field(default=48, ge=1)
     """Running requests a group that one more group is added for."""
     pollingIntervalSeconds: int = Field(default=15, ge=1)
-    """How often it looks."""
-    cooldownSeconds: int = Field(default=360, ge=0)
-    """How long before it scales down."""
+    """How often KEDA looks."""
+    cooldownSeconds: int = Field(default=360, ge=0, le=3600)
+    """Groups go, one a minute, when fewer were enough for so long."""
 
 
 class Worker(Component):
@@ -296,7 +300,7 @@ class Worker(Component):
     """Shared memory between the ranks of a pod."""
     compileCache: CompileCache = CompileCache()
     """What outlasts a pod."""
-    autoscaling: Keda = Keda()
+    autoscaling: GroupAutoscaler = GroupAutoscaler()
     """Groups by backlog."""
 
 
@@ -361,7 +365,7 @@ class Model(Values):
 
 class Auth(Values):
     keys: Objects = []
-    """Keys as `python -m services.gateway key` adds them to a file: name, sha256, limits; no secret in the clear. Better: existingSecret."""
+    """Keys as `python -m services.gateway key` adds them to a file: name, sha256, limits; no secret. Better: existingSecret."""
     existingSecret: str = ""
     """Secret whose key `keys.json` is such a file; what changes in it is read without restart."""
 
@@ -391,9 +395,70 @@ class Monitor(Values):
 
 class PrometheusRule(Values):
     enabled: bool = False
-    """Make a PrometheusRule, where the cluster knows the kind."""
+    """Make a PrometheusRule, where the cluster knows the kind; once in a namespace, since its rules see the whole of it."""
     labels: Labels = {}
     """Labels by which your Prometheus finds it."""
+    runbookUrl: str = "docs/runbooks.md"
+    """Page that alerts point into: where you keep the one of the repository."""
+
+
+class Objectives(Values):
+    ttftSeconds: float = Field(default=2.0, ge=0.001, le=1000, json_schema_extra=TEXT)
+    """The first token of an answer comes within this time."""
+    ttftShare: float = Field(default=0.95, gt=0, lt=1, json_schema_extra=TEXT)
+    """Of this share of answers."""
+    itlSeconds: float = Field(default=0.05, ge=0.001, le=1000, json_schema_extra=TEXT)
+    """Each further token comes within this time."""
+    itlShare: float = Field(default=0.99, gt=0, lt=1, json_schema_extra=TEXT)
+    """Of this share of tokens."""
+    availability: float = Field(default=0.999, gt=0, lt=1, json_schema_extra=TEXT)
+    """Share of requests that are not answered with a fault of ours (5xx)."""
+
+
+class Dashboards(Values):
+    enabled: bool = True
+    """Make ConfigMaps of the Grafana dashboards, which a sidecar of Grafana picks up."""
+    labels: Labels = {"grafana_dashboard": "1"}
+    """Labels by which it finds them."""
+    annotations: Labels = {}
+    """Annotations, for example of a folder."""
+
+
+class Tool(Values):
+    image: Image
+    resources: Object = {}
+    """Requests and limits."""
+    nodeSelector: Labels = {}
+    """Labels that its node must have."""
+    tolerations: Objects = []
+    """Taints that it tolerates."""
+
+
+class Prometheus(Tool):
+    image: Image = Image(registry="docker.io", repository="prom/prometheus", tag="v3.5.0")
+    resources: Object = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
+    """Requests and limits."""
+    retention: str = Field(default="2d", pattern=r"^[0-9]+[hdw]$")
+    """How long it remembers; its disk is the pod's, and gone with it."""
+    interval: str = Field(default="5s", pattern=r"^[0-9]+s$")
+    """Time between two scrapes."""
+
+
+class Grafana(Tool):
+    image: Image = Image(registry="docker.io", repository="grafana/grafana", tag="12.1.0")
+    resources: Object = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}}
+    """Requests and limits."""
+    adminSecret: str = ""
+    """Secret whose keys `user` and `password` let an administrator log in; without one everybody may look and nobody log in."""
+
+
+class MonitoringStack(Values):
+    enabled: bool = False
+    """Deploy a Prometheus that scrapes this release, and a Grafana with its dashboards, for a cluster that has none."""
+    prometheus: Prometheus = Prometheus()
+    """What collects."""
+    grafana: Grafana = Grafana()
+    """What shows: `kubectl port-forward service/RELEASE-lockstep-grafana 3000`."""
 
 
 class Monitoring(Values):
@@ -403,6 +468,12 @@ class Monitoring(Values):
     """For the Prometheus operator."""
     prometheusRule: PrometheusRule = PrometheusRule()
     """Recording rules and alerts."""
+    slo: Objectives = Objectives()
+    """Service level objectives: bounds of the histograms, red lines of the dashboards and what alerts compare with."""
+    dashboards: Dashboards = Dashboards()
+    """For Grafana."""
+    stack: MonitoringStack = MonitoringStack()
+    """Prometheus and Grafana of the release's own."""
 
 
 class InferencePool(Values):

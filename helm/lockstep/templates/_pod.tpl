@@ -227,6 +227,9 @@ spec:
       from:
         {{- with .root.Values.networkPolicy.monitoringFrom }}
         {{- toYaml . | nindent 8 }}
+        {{- if $.root.Values.monitoring.stack.enabled }}
+        - {{- include "lockstep.peer" (dict "root" $.root "component" "prometheus") | nindent 10 }}
+        {{- end }}
         {{- else }}
         - namespaceSelector: {}
         {{- end }}
