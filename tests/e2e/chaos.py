@@ -207,14 +207,14 @@ class Chaos:
         (other,) = [scheduler for scheduler in self._stack.schedulers if scheduler is not leader]
         leader.process.send_signal(signal.SIGSTOP)
         try:
-            eventually(lambda: other.ready, REST_S)
+            eventually(lambda: other.leads, REST_S)
         finally:
             leader.process.send_signal(signal.SIGCONT)
         eventually(lambda: leader.ended, REST_S)
         leader.start_again()
 
     def _leader(self) -> Service:
-        eventually(lambda: sum(scheduler.ready for scheduler in self._stack.schedulers) == 1, REST_S)
+        eventually(lambda: sum(scheduler.leads for scheduler in self._stack.schedulers) == 1, REST_S)
         return self._stack.leader
 
 
@@ -241,7 +241,7 @@ class Rest:
     @classmethod
     def of(cls, stack: Stack) -> "Rest":
         """Waits until nothing is left of any request. Fails when that does not come."""
-        eventually(lambda: sum(scheduler.ready for scheduler in stack.schedulers) == 1, REST_S)
+        eventually(lambda: sum(scheduler.leads for scheduler in stack.schedulers) == 1, REST_S)
         eventually(lambda: stack.groups_ready() == 2 * GROUPS, REST_S)
         eventually(lambda: not sum(stack.leader.metrics()[f"lockstep_{name}"] for name in NOTHING_LEFT), REST_S)
         pages = {state: stack.leader.metrics(state=state)["lockstep_scheduler_pages"] for state in ("owned", "pending", "cooling")}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import httpx
@@ -84,6 +85,11 @@ class Service:
         except httpx.TransportError:
             return False
 
+    @property
+    def leads(self) -> bool:
+        """Whether a scheduler leads and has a group."""
+        return self.ready and bool(self.metrics()["lockstep_scheduler_leads"])
+
     def metrics(self, **labels: str) -> dict[str, float]:
         """All samples of its admin port that have these labels, summed over the others."""
         text = httpx.get(f"http://127.0.0.1:{self.ports['admin']}/metrics").raise_for_status().text
@@ -115,17 +121,22 @@ class Stack:
         worker_args: Sequence[str] = (),
         scheduler_args: Sequence[str] = (),
         gateway_args: Sequence[str] = (),
+        discovery: Sequence[str] | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """discovery: arguments of the schedulers by which they find workers and each other, instead of addresses and a lease in a folder."""
         self.folder = folder
         self.names = tuple(served_model_names) or (model.name,)
         self._family = Family()
+        self._family.environment |= environment
+        self._discovery = discovery
         self._worker_args = ["--model", str(model), "--tensor-parallel-size", str(tensor_parallel_size), "--engine", engine]
         if script is not None:
             (folder / "script.json").write_text(json.dumps(script))
             self._worker_args += ["--script", str(folder / "script.json")]
         self._worker_args += worker_args
         self._scheduler_args, self._gateway_args = list(scheduler_args), gateway_args
-        if schedulers > 1:
+        if schedulers > 1 and discovery is None:
             lease = ["--leadership", f"file:{folder / 'lease'}", "--lease-duration-s", "1.5", "--lease-renewal-s", "0.3"]
             self._scheduler_args = [*lease, *scheduler_args]
         self._num_workers, self._num_schedulers = workers, schedulers
@@ -140,7 +151,7 @@ class Stack:
                 group = ["--group", f"group-{number}"] if self._num_workers > 1 else []
                 self.workers.append(self._start("worker", *group, *self._worker_args, number=number))
             for number in range(self._num_schedulers):
-                targets = [f"--worker={worker.address}" for worker in self.workers]
+                targets = self._discovery or [f"--worker={worker.address}" for worker in self.workers]
                 self.schedulers.append(self._start("scheduler", *targets, *self._scheduler_args, number=number))
             names = [f"--served-model-name={name}" for name in self.names]
             targets = [f"--scheduler={scheduler.address}" for scheduler in self.schedulers]
@@ -187,7 +198,7 @@ class Stack:
     @property
     def leader(self) -> Service:
         """The scheduler that leads, and has a group."""
-        (leader,) = [scheduler for scheduler in self.schedulers if scheduler.ready and scheduler.metrics()["lockstep_scheduler_leads"]]
+        (leader,) = [scheduler for scheduler in self.schedulers if scheduler.leads]
         return leader
 
     def running(self) -> list[int]:

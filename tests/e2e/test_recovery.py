@@ -81,7 +81,7 @@ def all_is_there(stack: Stack) -> Iterator[None]:
     for service in (*stack.workers, *stack.schedulers):
         if service.ended:
             service.start_again()
-    eventually(lambda: sum(scheduler.ready for scheduler in stack.schedulers) == 1, WITHIN_S)
+    eventually(lambda: sum(scheduler.leads for scheduler in stack.schedulers) == 1, WITHIN_S)
     eventually(lambda: stack.groups_ready() == 2, WITHIN_S)
     eventually(lambda: sum(stack.running()) == 0)
 
@@ -143,7 +143,7 @@ def test_an_old_leader_that_wakes_up_does_no_harm_and_steps_down(stack: Stack, e
     streams = Streams(stack).begun()
     leader.process.send_signal(signal.SIGSTOP)
     try:
-        eventually(lambda: waiting.ready, WITHIN_S)
+        eventually(lambda: waiting.leads, WITHIN_S)
         eventually(lambda: waiting.metrics()["lockstep_num_requests_running"])
     finally:
         leader.process.send_signal(signal.SIGCONT)
@@ -164,9 +164,9 @@ def test_a_worker_and_the_leader_at_once(stack: Stack, expected: list[str]) -> N
 
 @pytest.mark.usefixtures("all_is_there")
 def test_running_requests_leave_a_worker_that_drains(stack: Stack, expected: list[str]) -> None:
-    streams = Streams(stack).begun()
-    worker = serving(stack)
     lost = stack.leader.metrics(cause="lost")["lockstep_scheduler_requests_moved_total"]
+    worker = stack.workers[0]  # each has some of them
+    streams = Streams(stack).begun()
     worker.terminate()
     assert streams.end() == expected
     eventually(lambda: worker.ended)
