@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import psutil
-import uvicorn
 import uvloop
 
 from benchmarks.gateway import DELAY, difference, histograms, quantile
@@ -198,6 +197,8 @@ def main() -> None:
 
     async def serve() -> None:
         app = BareApplication(float(sys.argv[1]) / 1e3)
+        import uvicorn  # not where the image of a GPU machine runs the other benchmarks
+
         config = uvicorn.Config(app, loop="none", http="httptools", lifespan="off", access_log=False, log_level="warning")
         with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
             print(listener.getsockname()[1], flush=True)
