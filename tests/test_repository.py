@@ -33,6 +33,13 @@ for name in sys.argv[1:]:
     loaded = {"torch", "triton", "kernels"} & sys.modules.keys()
     assert not loaded, f"{name} loads {sorted(loaded)}"
 """
+WITHOUT_A_WEB_SERVER = """
+import sys
+
+sys.modules.update(dict.fromkeys(("uvicorn", "fastapi", "starlette", "httptools", "kubernetes")))  # an import of them fails
+import benchmarks.__main__
+import services.local.llm
+"""
 
 
 def python(code: str, *arguments: str) -> str:
@@ -94,3 +101,8 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
     subprocess.run(["make", "--silent", *own_environment, "proto", f"STUBS={tmp_path}"], cwd=ROOT, check=True)
     fresh, committed = ({path.name: path.read_text() for path in (root / "shared/protocol").glob("*_pb2*")} for root in (tmp_path, ROOT))
     assert fresh == committed
+
+
+def test_models_are_measured_without_a_web_server() -> None:
+    """GPU machines' images hold torch and little else; what the benchmarks of models need beside it is carried there."""
+    python(WITHOUT_A_WEB_SERVER)
