@@ -20,6 +20,7 @@
 {{- $env := dict "host" .Values.listenHost "log_format" "json" "log_level" .Values.logLevel -}}
 {{- $_ := set $env "model" (include "lockstep.modelPath" .) -}}
 {{- $_ := set $env "tensor_parallel_size" .Values.parallelism.tp -}}
+{{- $_ := set $env "drain_s" $worker.drainSeconds -}}
 {{- $_ := set $env "dtype" .Values.model.dtype -}}
 {{- $_ := set $env "max_model_len" .Values.model.maxModelLen -}}
 {{- if eq $worker.mode "simulated" }}{{ $_ := set $env "engine" "simulated" }}{{ end -}}
