@@ -161,7 +161,7 @@ ALERTS = (
     Alert(
         "LockstepGroupStalled",
         f"sum by ({GROUP_LABELS}) ({series('lockstep_num_requests_running')}) > 0 and {COMPUTED} == 0",
-        "1m",
+        "30s",
         "critical",
         "Worker group {{ $labels.engine }} has {{ $value }} requests running and computes nothing.",
     ),

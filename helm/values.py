@@ -6,6 +6,7 @@ Names are camelCase here since they are the chart's keys. `None` stands for "com
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 Quantity = Annotated[str | int, Field(description="A Kubernetes quantity.")]
@@ -14,7 +15,7 @@ Labels = dict[str, Scalar]
 Object = dict[str, Any]
 Objects = list[Object]
 # `helm --set` makes a string of 0.9.
-TEXT = {"type": ["number", "string"], "pattern": r"^[0-9]*\.?[0-9]+$"}
+TEXT: JsonDict = {"type": ["number", "string"], "pattern": r"^[0-9]*\.?[0-9]+$"}
 
 
 class Values(BaseModel):

@@ -82,6 +82,14 @@ def helm(request: pytest.FixtureRequest, helms: dict[str, Helm]) -> Helm:
     return helms[request.param]
 
 
+def merged(*parts: Object) -> Object:
+    result: Object = {}
+    for part in parts:
+        for key, value in part.items():
+            result[key] = merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+    return result
+
+
 def workloads(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
     """(component, workload, its pod template) of whatever runs pods."""
     for each in objects:

@@ -13,7 +13,7 @@ import yaml
 from allpairspy import AllPairs
 
 from helm.generate import generated
-from tests.system.chart.conftest import CHART, ROOT, Helm, Object, Refused, of_kind, pod_specs, workloads
+from tests.system.chart.conftest import CHART, ROOT, Helm, Object, Refused, merged, of_kind, pod_specs, workloads
 
 HUB = {"type": "huggingFace", "huggingFace": {"repository": "Qwen/Qwen3-0.6B"}}
 SWITCHES: dict[str, list[Object]] = {
@@ -58,14 +58,6 @@ SWITCHES: dict[str, list[Object]] = {
     "pool": [{}, {"inferencePool": {"enabled": True, "endpointPicker": "picker"}}],
 }
 BARE_API: tuple[str, ...] = ()
-
-
-def merged(*parts: Object) -> Object:
-    result: Object = {}
-    for part in parts:
-        for key, value in part.items():
-            result[key] = merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
-    return result
 
 
 def matrix() -> list[Object]:
@@ -407,6 +399,8 @@ def test_generated_files_are_up_to_date() -> None:
             "1",
             "--ignorefile",
             str(ROOT / "helm/trivyignore.yaml"),
+            "--helm-set",
+            "monitoring.stack.enabled=true",
             str(CHART),
         ),
         ("hadolint", str(ROOT / "Dockerfile")),
