@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.processes import eventually
-from tests.system.chart.conftest import CHART, HELMS, Helm, of_kind, unpack_helm
+from tests.system.chart.conftest import CHART, HELMS, ROOT, Helm, of_kind, unpack_helm
 
 Object = dict[str, Any]
 
@@ -80,6 +80,14 @@ def rule_expressions(rendered: Object) -> Iterator[tuple[str, str]]:
 def scaling_expressions(objects: list[Object]) -> Iterator[tuple[str, str]]:
     for trigger in of_kind(objects, "ScaledObject")["spec"]["triggers"]:
         yield "ScaledObject", trigger["metadata"]["query"]
+
+
+def adapter_expressions() -> Iterator[tuple[str, str]]:
+    """What docs/operations.md tells an adapter to ask for the plain HPA's metrics."""
+    (block,) = re.findall(r"```yaml\n(rules:\n.*?)```", (ROOT / "docs/operations.md").read_text(), re.DOTALL)
+    for rule in yaml.safe_load(block)["rules"]["custom"]:
+        query = rule["metricsQuery"].replace("<<.GroupBy>>", "namespace").replace("<<.LabelMatchers>>", 'namespace="models"')
+        yield rule.get("name", {}).get("as") or rule["seriesQuery"].partition("{")[0], query
 
 
 def selectors(expr: str) -> Iterator[promql_parser.VectorSelector]:

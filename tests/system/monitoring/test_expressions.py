@@ -11,6 +11,7 @@ from tests.system.chart.conftest import ROOT, Helm, merged, of_kind
 from tests.system.monitoring.conftest import (
     EVERYTHING,
     Object,
+    adapter_expressions,
     committed_dashboards,
     dashboards,
     panel_expressions,
@@ -34,6 +35,7 @@ def expressions(objects: list[Object]) -> Iterator[tuple[str, str]]:
     yield from panel_expressions(dashboards(objects))
     yield from rule_expressions(rules(objects))
     yield from scaling_expressions(objects)
+    yield from adapter_expressions()
 
 
 def documented() -> dict[str, set[str]]:
