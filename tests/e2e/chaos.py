@@ -36,7 +36,7 @@ MEAN_TOKENS = 30
 MAX_WAITING = 64
 AT_A_TIME = 192  # more than there are slots, and sometimes more than may wait
 LEAVES = 0.15  # of the clients
-BREAK_EVERY_S = 1.0
+BREAK_EVERY_S = 1.0  # about
 CRASHES = json.dumps([{"kind": "crash", "probability": 0.0002}, {"kind": "delay", "probability": 0.002, "seconds": 0.05}])
 REST_S = 60.0  # until everything is at rest, on a busy machine
 TELL_EVERY_S = 5.0
@@ -70,8 +70,8 @@ class Outcome:
 
 
 class Chaos:
-    def __init__(self, stack: Stack, seed: int) -> None:
-        self._stack, self._seed = stack, seed
+    def __init__(self, stack: Stack, seed: int, break_every_s: float = BREAK_EVERY_S) -> None:
+        self._stack, self._seed, self._break_every_s = stack, seed, break_every_s
         self._random = random.Random(seed)
         self._tokenizer = Tokenizer.from_file(str(stack.folder / "tiny" / "tokenizer.json"))
         self._language = Language(tiny.VOCAB_SIZE, (tiny.CONFIG["eos_token_id"],), MEAN_TOKENS)
@@ -87,7 +87,7 @@ class Chaos:
         clients.start()
         next_tell_at = time.monotonic()
         for fault in self._faults():
-            clients.join(self._random.uniform(0.5, 1.5) * BREAK_EVERY_S)
+            clients.join(self._random.uniform(0.5, 1.5) * self._break_every_s)
             if not clients.is_alive():
                 break
             self._mend()
@@ -273,6 +273,7 @@ def show(outcome: Outcome, seconds: float, before: Rest, after: Rest) -> None:
 def main(
     requests: Annotated[int, typer.Argument(min=1)] = 100_000,
     seed: Annotated[int, typer.Option(help="Of what clients ask and of the order of faults.")] = 0,
+    break_every_s: Annotated[float, typer.Option(min=0.1, help="From one fault's end to the next, on average.")] = BREAK_EVERY_S,
 ) -> None:
     """Requests against a stack whose parts are killed, stopped and drained all the time."""
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as folder, chaotic_stack(Path(folder)) as stack:
@@ -283,7 +284,7 @@ def main(
             counts = f"{outcome.requests:,} of {requests:,} ended, {outcome.breaks.total()} faults, {len(outcome.wrong)} wrong"
             print(f"{took:6.0f} s  {counts}", flush=True)
 
-        chaos = Chaos(stack, seed)
+        chaos = Chaos(stack, seed, break_every_s)
         chaos.run(requests, tell)
         seconds, after = time.monotonic() - begun, Rest.of(stack)
         show(chaos.outcome, seconds, before, after)
