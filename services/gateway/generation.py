@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.gateway.errors import ClientGone, GenerationFailed, InvalidRequest, Overloaded, RequestError, Unavailable
+from services.gateway.errors import ClientGone, GenerationFailed, InvalidRequest, Overloaded, RequestError, TimedOut, Unavailable
 from services.gateway.scores import Score, scores
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import Finished, FinishReason, Rejected, RejectReason, Submit, Tokens
@@ -146,6 +146,8 @@ class Generation:
             return
         if finished.reason == FinishReason.FINISH_REASON_UNAVAILABLE:
             self.fail(Unavailable(f"{finished.detail[:MAX_DETAIL]}: try again later", retry_after_s=RETRY_AFTER_S))
+        elif finished.reason == FinishReason.FINISH_REASON_DEADLINE:
+            self.fail(TimedOut("the request took too long"))  # the scheduler's clock was a little ahead of ours
         elif finished.reason not in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH):
             self.fail(GenerationFailed(f"the scheduler ended the request with reason {finished.reason}: {finished.detail}"))
         elif finished.completion_tokens != len(self.ids):

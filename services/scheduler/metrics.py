@@ -39,6 +39,7 @@ FINISHED_REASONS = {
     FinishReason.FINISH_REASON_CANCELLED: "abort",
     FinishReason.FINISH_REASON_ERROR: "error",
     FinishReason.FINISH_REASON_UNAVAILABLE: "error",
+    FinishReason.FINISH_REASON_DEADLINE: "error",
 }
 REJECTED_REASONS = {
     RejectReason.REJECT_REASON_INVALID: "invalid",

@@ -15,7 +15,7 @@ from services.scheduler.validation import Refused, to_request
 from services.scheduler.waiting import WaitingQueue
 from shared.protocol.generation_pb2 import (
     FINISH_REASON_CANCELLED,
-    FINISH_REASON_ERROR,
+    FINISH_REASON_DEADLINE,
     FINISH_REASON_STOP,
     FINISH_REASON_UNAVAILABLE,
     REJECT_REASON_DEADLINE,
@@ -38,8 +38,7 @@ STOPPED = Finished(FINISH_REASON_STOP, "a stop string")
 SUPERSEDED = Finished(FINISH_REASON_CANCELLED, "a newer attempt took over")
 LOST = Finished(FINISH_REASON_UNAVAILABLE, "the worker was lost, and none took over in time")
 LOST_TOO_OFTEN = Finished(FINISH_REASON_UNAVAILABLE, f"the worker was lost, and {MAX_LOST_GROUPS} before it that had the request")
-OUT_OF_TIME = Finished(FINISH_REASON_ERROR, "the deadline passed")
-TOO_LATE = Rejected(REJECT_REASON_DEADLINE, "the deadline passed before the request could start")
+OUT_OF_TIME = Finished(FINISH_REASON_DEADLINE, "the deadline passed")
 TOO_LONG = Rejected(REJECT_REASON_TOO_LONG, "prompt and completion exceed the KV cache of every worker group")
 UNAVAILABLE = Rejected(REJECT_REASON_UNAVAILABLE, "no worker group is ready")
 
@@ -232,8 +231,7 @@ class Scheduler:
             _, key, attempt = heapq.heappop(self._deadlines)
             due = self._requests.get(key)
             if due is not None and due.attempt == attempt:
-                started = due.slot is not None or due.output
-                self._end(due, OUT_OF_TIME if started else TOO_LATE, now)
+                self._end(due, OUT_OF_TIME, now)
         for group in self.groups:
             if group.draining:
                 self._move_running(group, now)

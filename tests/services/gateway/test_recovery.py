@@ -236,6 +236,12 @@ async def test_a_request_whose_worker_is_lost_for_good_is_worth_a_retry(stack: S
     assert response.headers["retry-after"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_that_the_scheduler_notices_first_is_a_timeout(stack: Stack, stream: bool) -> None:
+    stack.plays(reason=FinishReason.FINISH_REASON_DEADLINE, detail="the deadline passed")
+    assert_error(await stack.chat(stream=stream), 504, None)
+
+
 async def metrics(stack: Stack) -> dict[str, float]:
     async with httpx.AsyncClient(trust_env=False) as client:
         return samples(await client.get(f"{stack.admin_url}/metrics"))

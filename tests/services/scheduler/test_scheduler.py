@@ -16,7 +16,6 @@ from services.scheduler.scheduler import (
     MAX_TOMBSTONES,
     OUT_OF_TIME,
     SUPERSEDED,
-    TOO_LATE,
     TOO_LONG,
     UNAVAILABLE,
     Scheduler,
@@ -390,7 +389,7 @@ def test_deadlines() -> None:
     harness.tick(0.9)
     assert set(harness.ends) == {(4, 1)}
     harness.tick(5.0)
-    assert harness.ends == {(4, 1): CANCELLED, (1, 1): OUT_OF_TIME, (2, 1): TOO_LATE, (3, 1): OUT_OF_TIME}
+    assert harness.ends == {(4, 1): CANCELLED, (1, 1): OUT_OF_TIME, (2, 1): OUT_OF_TIME, (3, 1): OUT_OF_TIME}
 
 
 def test_a_resumed_request_that_was_delivered_whole_only_ends() -> None:
