@@ -9,6 +9,8 @@ MODEL ?=
 IMAGE_PYTHON ?= 3.12
 ENGINE ?= docker
 TAG ?= dev
+# Tests of one file stay together, in order.
+TEST_PROCESSES ?= 2
 TARGETS ?= gateway scheduler worker worker-cpu
 CUDA_TORCH := $(shell sed -n 's/^ARG CUDA_TORCH=//p' Dockerfile)
 PIP := $(PYTHON) -m pip --disable-pip-version-check
@@ -81,7 +83,7 @@ run: .venv/stamp ## Serve on this machine (MODEL=folder TP=1 PORT=8000; without 
 	@$(BIN)/lockstep serve $(if $(MODEL),'$(MODEL)') --tensor-parallel-size $(TP) --port $(PORT)
 
 test: .venv/stamp ## Run every test that needs nothing but Python packages
-	@$(BIN)/python -m pytest tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster
+	@$(BIN)/python -m pytest tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster --numprocesses=$(TEST_PROCESSES) --dist=loadfile
 
 test-system: .venv/stamp ## Run the tests that need root, Debian packages or a registry
 	@$(BIN)/python -m pytest tests/system
