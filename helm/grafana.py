@@ -84,7 +84,7 @@ class Panel:
                 "showPoints": "never",
                 "spanNulls": False,
                 "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
-                "thresholdsStyle": {"mode": "line+area" if self.line else "off"},
+                "thresholdsStyle": {"mode": "line" if self.line else "off"},
                 "axisSoftMin": 0,
             }
         if self.kind == "state-timeline":

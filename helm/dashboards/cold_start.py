@@ -91,7 +91,7 @@ def cold_start() -> Dashboard:
                 [
                     Query(
                         f"time() - process_start_time_seconds{{{NAMESPACE}}} and on (job, instance) lockstep_worker_ready{{{NAMESPACE}}}",
-                        "{{instance}}",
+                        "{{pod}} {{instance}}",
                     )
                 ],
                 8,

@@ -29,7 +29,7 @@ def rate(name: str, matchers: str, by: str = "") -> str:
 def quantiles(name: str, matchers: str, by: str = "", shares: Sequence[float] = (0.5, 0.95, 0.99)) -> list[Query]:
     """Of a histogram, by labels if any are named."""
     grouped = f"{by}, le" if by else "le"
-    suffix = f" {{{{{by}}}}}" if by else ""
+    suffix = "".join(f" {{{{{label}}}}}" for label in by.split(", ") if label)
     return [
         Query(f"histogram_quantile({share}, {rate(f'{name}_bucket', matchers, grouped)})", f"p{share * 100:.0f}{suffix}")
         for share in shares

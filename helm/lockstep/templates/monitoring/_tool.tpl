@@ -66,7 +66,9 @@ spec:
         {{- else }}
         - namespaceSelector: {}
         {{- end }}
+        {{- if eq .component "prometheus" }}
         - {{- include "lockstep.peer" (dict "root" .root "component" "grafana") | nindent 10 }}
+        {{- end }}
   egress:
     - ports:
         - port: 53
