@@ -157,9 +157,14 @@ async def channel(target: str, tls: Path | None = None, name: str | None = None)
         yield opened
 
 
+def host_port(host: str, port: int) -> str:
+    """As gRPC writes it: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 async def start_server(server: grpc.aio.Server, host: str, port: int, tls: Path | None = None) -> int:
     """Binds and starts; port 0 lets the kernel pick. Returns the port. Raises LockstepError when it is taken."""
-    address = f"{host}:{port}"
+    address = host_port(host, port)
     try:
         bound = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, server_credentials(tls))
     except RuntimeError as error:

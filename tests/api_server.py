@@ -5,20 +5,22 @@ What it does not know, it answers 404, as a real one would a kind that is not in
 
 import asyncio
 import json
+import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import yaml
 from aiohttp import web
 
 Object = dict[str, Any]
+T = TypeVar("T")
 KEPT_EVENTS = 50  # older ones are compacted: who wants to go on from there is told 410
 KINDS = {"leases": "Lease", "endpointslices": "EndpointSlice", "pods": "Pod"}
 
@@ -165,6 +167,8 @@ class ApiServer:
                         await self._changed.wait_for(partial(self._newer_than, at))
                 except TimeoutError:
                     return response
+        except ConnectionResetError:  # nobody watches any more
+            return response
         finally:
             self.watches -= 1
 
@@ -219,6 +223,29 @@ async def api_server() -> AsyncIterator[ApiServer]:
         yield server
     finally:
         await server.close()
+
+
+class Cluster:
+    """An API server that runs beside a test which does not await."""
+
+    def __init__(self) -> None:
+        self.server = ApiServer()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.call(self.server.open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call(self.server.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, what: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(10)
 
 
 def endpoint_slice(service: str, endpoints: Mapping[str, bool], port: int, name: str | None = None) -> Object:

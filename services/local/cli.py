@@ -5,6 +5,7 @@ import importlib.metadata
 import logging
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 from services.local.launcher import ChildEnded, Launcher, Options
+from services.local.support_bundle import make
 from shared.errors import ConfigError, LockstepError
 
 app = typer.Typer(name="lockstep", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -92,6 +94,26 @@ def serve(
 def plan(arguments: typer.Context) -> int:
     """Does a model fit, on how many GPUs, and how many requests then? `lockstep plan CONFIG --gpu h200`."""
     return subprocess.run([sys.executable, "-m", "services.worker.plan", *arguments.args], check=False).returncode
+
+
+@app.command(name="support-bundle")
+def support_bundle(
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Archive to write. Default: lockstep-support-TIME.tar.gz here.")
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="Of an installation in a cluster, looked at through kubectl.")] = None,
+    release: Annotated[str | None, typer.Option(help="Its Helm release. Default: all of the namespace.")] = None,
+    folder: Annotated[Path, typer.Option(file_okay=False, help="Where local stacks keep run files and logs.")] = Path(".lockstep"),
+) -> int:
+    """Settings, metrics, last decisions and logs in one archive, without secrets, for whoever looks for a fault."""
+    target = output or Path(f"lockstep-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    try:
+        names = make(target, folder, namespace, release)
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(f"{target}: {len(names)} files. Secrets were taken out by name and shape; look through it before you send it.")
+    return 0
 
 
 class _TerminalHandler(logging.Handler):

@@ -23,13 +23,13 @@ from shared.admin import admin
 from shared.metrics import new_registry
 from shared.process import write_ports
 from shared.protocol.generation_pb2_grpc import add_GenerationServicer_to_server
-from shared.rpc import SERVER_OPTIONS, start_server
+from shared.rpc import SERVER_OPTIONS, host_port, start_server
 from shared.service import run
 from shared.tracing import tracing
 
 logger = logging.getLogger("services.scheduler")
 
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # where to reach what listens everywhere
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach what listens everywhere
 TICK_S = 0.1  # how late a deadline may be noticed
 SETTLE_S = 5.0  # for what is on its way from workers when we stop: a lead and a step, often milliseconds
 SETTLED_EVERY_S = 0.005
@@ -154,7 +154,7 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
             logger.info("listening on %s:%d", settings.host, port)
             running = asyncio.create_task(
-                _together([tell_health(), lead(f"{settings.advertise_host or ANYWHERE.get(settings.host, settings.host)}:{port}")])
+                _together([tell_health(), lead(host_port(settings.advertise_host or ANYWHERE.get(settings.host, settings.host), port))])
             )
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)

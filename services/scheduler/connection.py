@@ -57,6 +57,7 @@ class Worker:
         """on_change: called when a group has come or gone. tls and name: see `shared.rpc.channel`."""
         self._target, self._tls, self._name = target, tls, name
         self._leaving = False
+        self.listed = True  # else its streams are its last ones
         self._groups: set[Group] = set()
         self._scheduler, self._leadership, self._metrics = scheduler, leadership, metrics
         self._max_step_tokens = max_step_tokens
@@ -68,7 +69,7 @@ class Worker:
         self._told: dict[str, str] = {}  # the last thing logged of the worker ("") and of each group
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled, or until the last stream of a worker that leaves, or is not listed any more, has ended."""
         delay_s = FIRST_DELAY_S
         try:
             while True:
@@ -84,12 +85,18 @@ class Worker:
                         await asyncio.sleep(delay_s)
                         delay_s = min(delay_s * 1.5, LAST_DELAY_S)
                         all_open = await self._open_streams(stub)
+                if self._leaving or not self.listed:
+                    return
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 1.5, LAST_DELAY_S)
         finally:
             for task in self._streams.values():
                 task.cancel()
             await asyncio.gather(*self._streams.values(), return_exceptions=True)
+
+    @property
+    def leaving(self) -> bool:
+        return self._leaving
 
     def leave(self) -> None:
         """Its pod is about to stop: no new requests, and those that it has move where there is room."""
@@ -103,6 +110,8 @@ class Worker:
     async def _open_streams(self, stub: ExecutionStub) -> bool:
         """Opens a stream to each group that is ready and has none. Returns whether every group has one."""
         self._streams = {name: task for name, task in self._streams.items() if not task.done()}
+        if self._leaving or not self.listed:
+            return False
         try:
             with _grpc_errors():
                 answer = await stub.Describe(pb.ExecutionDescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=DESCRIBE_S)
@@ -113,8 +122,6 @@ class Worker:
         self._told.pop("", None)
         for described in answer.groups:
             if described.name in self._streams:
-                continue
-            if self._leaving:
                 continue
             if described.ready:
                 self._streams[described.name] = asyncio.create_task(self._keep(stub, described))
@@ -200,6 +207,8 @@ class Worker:
         self._scheduler.add_group(group, time.monotonic())
         self._groups.add(group)
         self._tell(group.name, what)
+        if self._leaving:  # it was about to stop while the stream was being opened
+            self._scheduler.drain_group(group, time.monotonic())
         self._on_change()
 
     def _on_message(self, message: pb.ExecutionExecuteResponse, group: Group, identity: tuple[int, int]) -> None:

@@ -5,19 +5,22 @@ While the API server is away the last answer holds. That a worker is gone is see
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from kubernetes.aio import client, watch
 
 from services.scheduler.kubernetes_api import TIMEOUT_S, UNREACHABLE
 from services.scheduler.workers import Endpoint, Endpoints
+from shared.rpc import host_port
 
 logger = logging.getLogger(__name__)
 
 RELIST_S = 30
-RETRY_S = 1.0
+RETRY_S = 1.0  # also the least time of a round, however soon a watch ends
 PORT = "grpc"  # its name in the Service
 OF_SERVICE = "kubernetes.io/service-name"
+EXPIRED = 410  # what a watch has seen last is too old to go on from: list anew
 
 
 def endpoints(slices: Iterable[client.V1EndpointSlice], service: str) -> dict[str, Endpoint]:
@@ -31,7 +34,7 @@ def endpoints(slices: Iterable[client.V1EndpointSlice], service: str) -> dict[st
             if not endpoint.addresses:
                 continue
             host = endpoint.addresses[0]
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            address = host_port(host, port)
             terminating = bool(endpoint.conditions and endpoint.conditions.terminating)
             before = found.get(address)
             found[address] = Endpoint(f"{endpoint.hostname or host}.{service}", terminating or bool(before and before.terminating))
@@ -53,6 +56,7 @@ async def follow(api: client.ApiClient, namespace: str, service: str, on_change:
             on_change(now)
 
     while True:
+        began = time.monotonic()
         try:
             listed = await discovery.list_namespaced_endpoint_slice(namespace, label_selector=selector, _request_timeout=TIMEOUT_S)
             if away:
@@ -71,18 +75,19 @@ async def follow(api: client.ApiClient, namespace: str, service: str, on_change:
                     _request_timeout=RELIST_S + TIMEOUT_S,
                 )
                 async for event in events:
+                    if not isinstance(event, dict):  # the library hands on what is no JSON
+                        raise ValueError(f"not an event of a watch: {str(event)[:100]}")
                     if event["type"] == "DELETED":
                         slices.pop(_name(event["object"]), None)
                     elif event["type"] in ("ADDED", "MODIFIED"):
                         slices[_name(event["object"])] = event["object"]
                     tell(slices)
         except UNREACHABLE as error:
-            if isinstance(error, client.ApiException) and error.status == 410:
-                continue  # what we have seen last is too old to go on from
-            if not away:
+            gone = isinstance(error, client.ApiException) and error.status == EXPIRED
+            if not gone and not away:
                 logger.warning("the API server cannot be asked for the workers, those known stay: %s", " ".join(str(error).split())[:300])
                 away = True
-            await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(began + RETRY_S - time.monotonic())
 
 
 def _name(each: client.V1EndpointSlice) -> str:

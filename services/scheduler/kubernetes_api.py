@@ -11,8 +11,9 @@ from shared.errors import ConfigError
 
 TIMEOUT_S = 5.0  # of one call
 
-# What a call may end with while the API server is away, overloaded or being replaced. None of it is a reason to change anything.
-UNREACHABLE = (client.ApiException, aiohttp.ClientError, TimeoutError, OSError)
+# What a call may end with while the API server is away, overloaded or being replaced, or while something before it answers in its place
+# (ValueError: what came cannot be read). None of it is a reason to change anything.
+UNREACHABLE = (client.ApiException, aiohttp.ClientError, TimeoutError, OSError, ValueError)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from kubernetes.aio import client
 from services.scheduler.heartbeat import answers
 from services.scheduler.kubernetes_api import TIMEOUT_S, UNREACHABLE
 from services.scheduler.leadership import SteppedDown
+from shared.errors import PeerLost
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ class KubernetesLease:
         self._duration_s, self._renewal_s, self._tls = duration_s, renewal_s, tls
         self._address = ""
         self._epoch = 0
-        self._unwritten = False  # our epoch has risen while the API server was away
         self._told = ""
 
     async def acquire(self, address: str) -> int:
@@ -58,15 +58,15 @@ class KubernetesLease:
             await asyncio.sleep(self._renewal_s / 4)
 
     async def raise_epoch(self, epoch: int) -> None:
+        """Raises PeerLost, too, while the API server is away: who has the epoch before it may lead, and two would take turns at fencing."""
         try:
-            lease = await self._read()
-            self._check(lease)
-            if await self._write(lease, epoch, self._address):
-                return
-            raise SteppedDown(f"another scheduler has written the lease while we took epoch {epoch}")
-        except UNREACHABLE as error:  # the workers' word is enough; whoever took over meanwhile would need the API server too
-            logger.warning("epoch %d is not in the lease yet: %s", epoch, _line(error))
-            self._epoch, self._unwritten = epoch, True
+            while True:
+                lease = await self._read()
+                self._check(lease)
+                if await self._write(lease, epoch, self._address):  # else a renewal of ours, or whoever leads now, came in between
+                    return
+        except UNREACHABLE as error:
+            raise PeerLost(f"epoch {epoch} cannot be taken without the API server: {_line(error)}") from error
 
     async def hold(self) -> None:
         while True:
@@ -81,16 +81,19 @@ class KubernetesLease:
 
     async def release(self) -> None:
         try:
-            lease = await self._read()
-            if lease is not None and _epoch(lease) == self._epoch:
-                await self._write(lease, self._epoch, "")
+            while True:
+                lease = await self._read()
+                if (_epoch(lease), _annotation(lease, ADDRESS)) != (self._epoch, self._address):
+                    return  # it is not ours any more
+                if await self._write(lease, self._epoch, ""):  # else our last renewal arrived in between
+                    return
         except UNREACHABLE as error:
             logger.warning("the lease cannot be given up, and will run out: %s", _line(error))
 
     def _check(self, lease: client.V1Lease | None) -> None:
         """Raises SteppedDown when a higher epoch than ours is there, or ours in other hands."""
         epoch, holder = _epoch(lease), _annotation(lease, ADDRESS)
-        if epoch > self._epoch or (epoch == self._epoch and holder != self._address and not self._unwritten):
+        if epoch > self._epoch or (epoch == self._epoch and holder != self._address):
             raise SteppedDown(f"the scheduler at {holder or '(gone)'} leads now, with epoch {epoch}; ours was {self._epoch}")
 
     async def _read(self) -> client.V1Lease | None:
@@ -127,7 +130,6 @@ class KubernetesLease:
                 return False
             raise
         self._epoch = max(self._epoch, epoch)  # it may have risen while we wrote
-        self._unwritten = self._epoch > epoch
         return True
 
     def _tell(self, what: str) -> None:

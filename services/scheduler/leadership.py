@@ -31,7 +31,7 @@ class Lease(Protocol):
         """
 
     async def raise_epoch(self, epoch: int) -> None:
-        """Writes down a higher epoch. Raises SteppedDown when somebody else has it now."""
+        """Writes down a higher epoch. Raises SteppedDown when somebody else has it now, LockstepError when that cannot be told."""
 
     async def hold(self) -> None:
         """Renews it until cancelled. Raises SteppedDown when somebody else has it."""

@@ -124,7 +124,7 @@ class Stack:
         discovery: Sequence[str] | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """discovery: arguments of the schedulers by which they find workers and each other, instead of addresses and a lease in a folder."""
+        """discovery: arguments by which schedulers find workers and each other, instead of addresses and a lease in a folder."""
         self.folder = folder
         self.names = tuple(served_model_names) or (model.name,)
         self._family = Family()

@@ -15,7 +15,7 @@ from services.scheduler.kubernetes_api import kubernetes_api
 from services.scheduler.kubernetes_lease import KubernetesLease
 from services.scheduler.leadership import SteppedDown
 from services.scheduler.workers import Endpoint, Endpoints
-from shared.errors import ConfigError
+from shared.errors import ConfigError, PeerLost
 from tests.api_server import ApiServer, api_server, endpoint_slice
 
 NOBODY = "127.0.0.1:1"
@@ -119,12 +119,29 @@ async def test_without_the_api_server_the_leader_leads_on(server: ApiServer, lea
     await first.acquire(NOBODY)
     holding = asyncio.create_task(first.hold())
     await server.close()
-    await first.raise_epoch(5)
+    with pytest.raises(PeerLost, match="epoch 5 cannot be taken without the API server"):  # whose it was may lead
+        await first.raise_epoch(5)
     done, _ = await asyncio.wait((holding,), timeout=3 * RENEWAL_S)
     assert not done
     await server.open()
-    await until(lambda: written(server) == ("5", NOBODY))
+    await first.raise_epoch(5)
+    assert written(server) == ("5", NOBODY)
+    renewed = server.get("leases", "models", "lockstep")
+    await until(lambda: server.get("leases", "models", "lockstep") != renewed)
+    assert written(server) == ("5", NOBODY)
     holding.cancel()
+
+
+async def test_a_lease_is_given_up_though_a_renewal_comes_in_between(server: ApiServer, lease: Callable[[], KubernetesLease]) -> None:
+    first = lease()
+    await first.acquire(NOBODY)
+    holding = [asyncio.create_task(first.hold()) for _ in range(3)]
+    await until(lambda: sum("PUT" in request for request in server.requests) > 3)
+    await first.release()
+    for each in holding:
+        each.cancel()
+    await asyncio.wait(holding)
+    assert await asyncio.wait_for(lease().acquire("127.0.0.1:2"), 10) == 2
 
 
 async def test_who_waits_outlives_the_api_server(server: ApiServer, lease: Callable[[], KubernetesLease]) -> None:
