@@ -8,6 +8,7 @@ LockstepError
     |   |-- MethodNotAllowed
     |   |-- BodyTooLarge
     |   |-- BodyTooSlow
+    |   |-- HeadTooLarge
     |   `-- Unauthorized       no key, or none of ours
     |-- Overloaded             come back later
     |-- Unavailable            nothing to serve it just now
@@ -51,6 +52,10 @@ class BodyTooLarge(InvalidRequest):
 
 class BodyTooSlow(InvalidRequest):
     """The body did not come in time."""
+
+
+class HeadTooLarge(InvalidRequest):
+    """The request line and the headers are larger than this gateway reads."""
 
 
 class Unauthorized(InvalidRequest):

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from services.gateway.access import Access
 from services.gateway.app import create_app
 from services.gateway.chat.renderer import Renderer
+from services.gateway.connection import Connection
 from services.gateway.keys import KeyRing
 from services.gateway.limits import Limits
 from services.gateway.metrics import GatewayMetrics
@@ -111,7 +112,7 @@ def _server(settings: GatewaySettings, app: ASGIApp) -> Server:
         uvicorn.Config(
             app,
             loop="none",  # shared.service has started uvloop
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

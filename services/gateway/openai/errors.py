@@ -8,6 +8,7 @@ from starlette.responses import Response
 from services.gateway.errors import (
     BodyTooLarge,
     BodyTooSlow,
+    HeadTooLarge,
     InvalidRequest,
     MethodNotAllowed,
     ModelNotFound,
@@ -25,6 +26,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {  # to HTTP status and OpenAI'
     MethodNotAllowed: (405, "invalid_request_error"),
     BodyTooLarge: (413, "invalid_request_error"),
     BodyTooSlow: (408, "invalid_request_error"),
+    HeadTooLarge: (431, "invalid_request_error"),
     Unauthorized: (401, "invalid_request_error"),
     InvalidRequest: (400, "invalid_request_error"),
     Overloaded: (429, "rate_limit_error"),

@@ -1,0 +1,83 @@
+"""One HTTP connection: uvicorn's, with the bounds on a request's head that it lacks, and errors in the shape of all others."""
+
+import asyncio
+import uuid
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from services.gateway.errors import HeadTooLarge, InvalidRequest
+from services.gateway.openai.errors import error_response
+
+MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; one read of the socket, 256 KiB, may go beyond
+
+
+class Connection(HttpToolsProtocol):
+    """The parser joins the pieces of a header in time that grows with the square of its length: one without end would hold up everybody.
+
+    A head has as long to come as an idle connection is kept.
+    """
+
+    _head_bytes = 0  # that came since the last head, piece of a body, or end
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HeadTooLarge(f"the head of your request has more than {MAX_HEAD_BYTES} bytes"))
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidRequest(msg))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        if self._is_answering:
+            self._expect_head()
+        else:
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether an answer is under way, which another would garble."""
+        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+
+    def _refuse(self, error: InvalidRequest) -> None:
+        """Answers what never becomes a request of the application, and closes the connection."""
+        if not self._is_answering:
+            answer = error_response(error, {"connection": "close", "x-request-id": uuid.uuid4().hex})
+            headers = b"".join(b"%b: %b\r\n" % header for header in answer.raw_headers)
+            self.transport.write(STATUS_LINE[answer.status_code] + headers + b"\r\n" + bytes(answer.body))
+        self.transport.close()

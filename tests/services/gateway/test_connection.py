@@ -1,0 +1,115 @@
+"""What comes over a connection before the application sees a request."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from services.gateway import server
+from services.gateway.connection import MAX_HEAD_BYTES
+from tests.processes import eventually_async
+from tests.services.gateway.conftest import EOS, Stack, assert_error
+
+Start = Callable[..., Awaitable[Stack]]
+GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+PIECE = 1 << 16
+
+
+async def opened(stack: Stack) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(stack.http.base_url.host, stack.http.base_url.port)
+
+
+async def answered(reader: asyncio.StreamReader) -> httpx.Response:
+    """What comes until the connection is closed."""
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    return httpx.Response(int(status.split()[1]), headers=headers, content=body)
+
+
+@pytest.mark.parametrize(
+    "begun, piece",
+    [
+        (GET + b"X: ", b"a" * PIECE),
+        (GET, b"X: a\r\n" * (PIECE // 6)),
+        (CHUNKED + b"0\r\n", b"X: a\r\n" * (PIECE // 6)),
+    ],
+    ids=["a header", "headers", "trailers"],
+)
+async def test_a_head_without_end_is_cut_off(stack: Stack, begun: bytes, piece: bytes) -> None:
+    reader, writer = await opened(stack)
+    writer.write(begun)
+    sent = 0
+    async with asyncio.timeout(10):
+        while not reader.at_eof() and sent < 100 * PIECE:
+            writer.write(piece)
+            sent += len(piece)
+            await asyncio.sleep(0)
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+    assert sent < 50 * PIECE
+    writer.close()
+    assert (await stack.http.get("/health")).status_code == 200
+
+
+async def test_a_large_head_is_told(stack: Stack) -> None:
+    assert (await stack.http.get("/v1/models", headers={"x": "a" * (MAX_HEAD_BYTES - 1000)})).status_code == 200
+    reader, writer = await opened(stack)
+    writer.write(GET + b"X: " + b"a" * MAX_HEAD_BYTES)
+    response = await answered(reader)
+    assert_error(response, 431, None, None)
+    assert response.headers["connection"] == "close"
+    writer.close()
+
+
+async def test_large_bodies_and_many_requests_of_a_connection_are_no_head(stack: Stack) -> None:
+    stack.plays([EOS])
+    for _ in range(3):
+        assert (await stack.complete(user="u" * (4 * MAX_HEAD_BYTES))).status_code == 200
+    reader, writer = await opened(stack)
+    padded = GET + b"X: " + b"a" * (MAX_HEAD_BYTES // 4) + b"\r\n"
+    writer.write((padded + b"\r\n") * 7 + padded + b"Connection: close\r\n\r\n")
+    assert (await reader.read()).count(b"HTTP/1.1 200 OK") == 8
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "request_", [b"FOO /v1/models HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n", CHUNKED + b"zz\r\n", GET + b"Content-Length: -1\r\n\r\n"]
+)
+async def test_what_is_no_http_is_told_in_the_same_shape(stack: Stack, request_: bytes) -> None:
+    reader, writer = await opened(stack)
+    writer.write(request_)
+    assert_error(await answered(reader), 400, None, None)
+    writer.close()
+
+
+async def test_garbage_behind_a_request_does_not_garble_its_answer(stack: Stack) -> None:
+    held = asyncio.Event()
+    stack.plays([40], held, [EOS])
+    body = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
+    reader, writer = await opened(stack)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    await reader.readuntil(b"\n\n")
+    writer.write(b"no HTTP\r\n\r\n")
+    assert b"HTTP/1.1" not in await reader.read()
+    await eventually_async(lambda: bool(stack.scheduler.cancels))
+    writer.close()
+
+
+async def test_a_head_that_does_not_come_is_not_waited_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.2)
+    stack = await start()
+    stack.plays([40], [EOS], step_s=0.3)
+    connections = [await opened(stack) for _ in range(3)]
+    connections[1][1].write(GET)
+    connections[2][1].write(GET + b"\r\n" + GET)  # the second of a connection
+    async with asyncio.timeout(10):
+        for reader, writer in connections:
+            await reader.read()
+            writer.close()
+    assert (await stack.complete()).status_code == 200, "an answer may take longer"
