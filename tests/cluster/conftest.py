@@ -19,11 +19,12 @@ from tests.processes import eventually
 
 CHART = Path(__file__).parents[2] / "helm/lockstep"
 INSTALL_S = 600.0
+PARTS = "app.kubernetes.io/part-of=lockstep"
 Object = dict[str, Any]
 
 
-def run(*command: str, timeout: float = 120.0, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+def run(*command: str, timeout: float = 120.0, check: bool = True, stdin: str = "") -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, input=stdin)
     if check and done.returncode:
         raise AssertionError(f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
     return done.stdout
@@ -36,7 +37,11 @@ class Release:
 
     def __init__(self, namespace: str, images: Object) -> None:
         self.namespace = namespace
-        self._images = images
+        self.images = images
+
+    def image(self, component: str) -> str:
+        registry = f"{self.images['registry']}/" if self.images["registry"] else ""
+        return f"{registry}lockstep-{component}:{self.images['tag']}"
 
     def helm(self, *arguments: str, timeout: float = INSTALL_S + 60) -> str:
         return run("helm", *arguments, "--namespace", self.namespace, timeout=timeout)
@@ -46,7 +51,7 @@ class Release:
 
     def deploy(self, **values: Any) -> None:
         """`helm upgrade --install`; values by dotted names with `__`: `gateway__replicas=2`. Returns when all pods are ready."""
-        settings = {"image": self._images, "worker__mode": "cpu", "worker__settings__kv_cache_memory_bytes": 64 << 20, **values}
+        settings = {"image": self.images, "worker__mode": "cpu", "worker__settings__kv_cache_memory_bytes": 64 << 20, **values}
         flags = [flag for name, value in settings.items() for flag in ("--set-json", f"{name.replace('__', '.')}={json.dumps(value)}")]
         self.helm("upgrade", "--install", self.name, str(CHART), *flags, "--wait", "--timeout", f"{INSTALL_S:.0f}s")
 
@@ -58,6 +63,30 @@ class Release:
         """Names of the component's pods that are not about to go."""
         found = self.objects("pods", f"app.kubernetes.io/component={component}")
         return sorted(pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"])
+
+    def all_there(self) -> None:
+        """Waits until every workload has all its pods, ready and of its newest template, and no other pod is left."""
+
+        def settled() -> bool:
+            workloads = self.objects("deployments,statefulsets", PARTS)
+            return all(
+                status.get("observedGeneration") == workload["metadata"]["generation"]
+                and {status.get(name, 0) for name in ("replicas", "readyReplicas", "updatedReplicas")} == {workload["spec"]["replicas"]}
+                for workload in workloads
+                for status in (workload["status"],)
+            ) and len(self.objects("pods", PARTS)) == sum(workload["spec"]["replicas"] for workload in workloads)
+
+        eventually(settled, INSTALL_S)
+
+    def leader(self) -> tuple[str, int]:
+        """Name of the scheduler's pod that the lease names, and its epoch."""
+        lease = json.loads(self.kubectl("get", "lease", "lockstep-scheduler", "--output", "json"))
+        annotations = lease["metadata"]["annotations"]
+        host, _, _ = annotations["lockstep/address"].rpartition(":")
+        pods = {
+            pod["status"].get("podIP"): pod["metadata"]["name"] for pod in self.objects("pods", "app.kubernetes.io/component=scheduler")
+        }
+        return pods.get(host.strip("[]"), ""), int(annotations["lockstep/epoch"])
 
     @contextlib.contextmanager
     def forwarded(self, target: str = "service/lockstep-gateway", port: int = 80) -> Iterator[httpx.Client]:

@@ -1,10 +1,11 @@
 """From nothing to an answer, under enforced "restricted" pod security and with network policies on."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.conftest import Release
+from tests.cluster.conftest import PARTS, Release
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -30,8 +31,8 @@ def test_an_installation_answers(installed: Release) -> None:
 
 
 def test_pods_are_nobody_and_policies_are_there(installed: Release) -> None:
-    pods = installed.objects("pods", "app.kubernetes.io/part-of=lockstep")
-    assert len(pods) == 3
+    pods = installed.objects("pods", PARTS)
+    assert Counter(pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods) == {"gateway": 1, "scheduler": 2, "worker": 1}
     for pod in pods:
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
         assert all(status["restartCount"] == 0 for status in pod["status"]["containerStatuses"])
