@@ -169,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ConfigError naming the file."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a JSON object is wanted")
@@ -185,7 +185,12 @@ def read_config(kind: type[BaseFields], hf: HFConfig) -> tuple[ModelConfig, list
         fields = kind.model_validate(hf)
         return fields.config(), fields.unknown()
     except ValidationError as error:
-        raise ConfigError(f"config.json: {'; '.join(_told(fault) for fault in error.errors())}") from error
+        raise ConfigError(f"config.json: {told(error)}") from error
+
+
+def told(error: ValidationError) -> str:
+    """All faults in one line."""
+    return "; ".join(_told(fault) for fault in error.errors())
 
 
 def _told(fault: ErrorDetails) -> str:

@@ -28,8 +28,8 @@ class Ministral3Fields(MistralFields):
         return self
 
 
-def _text_model(text: dict[str, Any]) -> str:
-    return str(text.get("model_type", "mistral"))
+def _text_model(text: Any) -> str | None:
+    return str(text.get("model_type", "mistral")) if isinstance(text, dict) else None
 
 
 class Mistral3Fields(BaseFields):

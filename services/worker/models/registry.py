@@ -34,10 +34,11 @@ def families() -> dict[str, type[Decoder]]:
 
 def family(hf: HFConfig) -> type[Decoder]:
     """The class of a model. Raises ConfigError naming those supported."""
-    architecture = (hf.get("architectures") or ["(none)"])[0]
+    names = hf.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else "(none)"
     known = families()
     if architecture not in known:
-        raise ConfigError(f"architecture {architecture} is not supported; supported: {', '.join(sorted(known))}")
+        raise ConfigError(f"architecture {architecture:.80} is not supported; supported: {', '.join(sorted(known))}")
     return known[architecture]
 
 

@@ -4,9 +4,12 @@ Two layouts are read: `rope_theta` beside `rope_scaling` (whose kind is called `
 `rope_parameters`, which holds both.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, model_validator
+
+MOST_POSITIONS = 2**31 - 1  # they are int32 on the device
+Factor = Annotated[float, Field(ge=1, le=MOST_POSITIONS)]
 
 
 class Rope(BaseModel):
@@ -23,6 +26,12 @@ class Rope(BaseModel):
         """Positions that a request may use."""
         return self.max_position_embeddings
 
+    @model_validator(mode="after")
+    def positions_are_numbered(self) -> Self:
+        if self.max_length > MOST_POSITIONS:
+            raise ValueError(f"rope: a context of {self.max_length} positions, at most {MOST_POSITIONS} can be numbered")
+        return self
+
 
 class DefaultRope(Rope):
     rope_type: Literal["default"]
@@ -32,7 +41,7 @@ class LinearRope(Rope):
     """Positions divided by `factor`."""
 
     rope_type: Literal["linear"]
-    factor: float = Field(ge=1)
+    factor: Factor
 
     @property
     def max_length(self) -> int:
@@ -43,7 +52,7 @@ class DynamicRope(Rope):
     """NTK: theta grows with the context, here with the longest that is admitted."""
 
     rope_type: Literal["dynamic"]
-    factor: float = Field(ge=1)
+    factor: Factor
 
     @property
     def max_length(self) -> int:
@@ -54,7 +63,7 @@ class Llama3Rope(Rope):
     """Low frequencies divided by `factor`, high ones kept, those between interpolated."""
 
     rope_type: Literal["llama3"]
-    factor: float = Field(ge=1)
+    factor: Factor
     low_freq_factor: float = Field(gt=0)
     high_freq_factor: float = Field(gt=0)
     original_max_position_embeddings: PositiveInt
@@ -64,7 +73,7 @@ class YarnRope(Rope):
     """Frequencies between `beta_slow` and `beta_fast` rotations interpolated; cosines and sines times an attention factor."""
 
     rope_type: Literal["yarn"]
-    factor: float = Field(ge=1)
+    factor: Factor
     original_max_position_embeddings: PositiveInt
     attention_factor: float | None = Field(None, gt=0)
     beta_fast: float = Field(32.0, gt=0)

@@ -4,9 +4,11 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from services.worker.models.config import HFConfig, read_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from services.worker.models.config import HFConfig, read_json, told
 from services.worker.weights.stored import StoredTensor, read_header
 from shared.errors import ConfigError
 from shared.protocol.files import ModelFile
@@ -24,7 +26,45 @@ TEXT_FILES = (
 )
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # int32 on the device
 QUANTISED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # left by AutoGPTQ, AutoAWQ and ModelOpt
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+F = TypeVar("F", bound=_Fields)
+
+
+class _Ends(_Fields):
+    """Of config.json and generation_config.json."""
+
+    eos_token_id: list[TokenId] = []
+    text_config: "_Ends | None" = None  # beside an image model, the language model has a config of its own
+
+    @field_validator("eos_token_id", mode="before")
+    @classmethod
+    def one_or_several(cls, value: object) -> object:
+        return value if isinstance(value, list) else [] if value is None else [value]
+
+
+class _TokenizerConfig(_Fields):
+    eos_token: str | None = None
+
+    @field_validator("eos_token", mode="before")
+    @classmethod
+    def content(cls, value: object) -> object:
+        return value.get("content") if isinstance(value, dict) else value
+
+
+class _AddedToken(_Fields):
+    id: TokenId
+    content: str
+
+
+class _Tokenizer(_Fields):
+    added_tokens: list[_AddedToken] = []
 
 
 class ModelFolder:
@@ -48,16 +88,11 @@ class ModelFolder:
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """The union of what config.json, generation_config.json and the tokenizer call the end: each may name one of its own."""
-        found: set[int] = set()
-        # Beside an image model, the language model has a config of its own.
-        for source in (self.config, self.config.get("text_config") or {}, self._optional("generation_config.json")):
-            value = source.get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
-        token = self._optional("tokenizer_config.json").get("eos_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        for added in self._optional("tokenizer.json").get("added_tokens", []):
-            if added["content"] == content:
-                found.add(added["id"])
+        config, generation = self._fields(_Ends, "config.json"), self._fields(_Ends, "generation_config.json")
+        token = self._fields(_TokenizerConfig, "tokenizer_config.json").eos_token
+        found = {added.id for added in self._fields(_Tokenizer, "tokenizer.json").added_tokens if added.content == token}
+        for ends in (config, config.text_config, generation):
+            found.update(ends.eos_token_id if ends else [])
         return tuple(sorted(found))
 
     @cached_property
@@ -117,5 +152,11 @@ class ModelFolder:
                 return f"{file.name} is a pickle, which can run code when it is read: convert the checkpoint to safetensors"
         return "no model.safetensors"
 
-    def _optional(self, name: str) -> dict[str, Any]:
-        return read_json(self.path / name) if (self.path / name).is_file() else {}
+    def _fields(self, kind: type[F], name: str) -> F:
+        """Of a file that need not be there."""
+        path = self.path / name
+        content: dict[str, Any] = read_json(path) if path.is_file() else {}
+        try:
+            return kind.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(f"{path}: {told(error)}") from error

@@ -142,6 +142,21 @@ def test_unknown_fields_are_told_and_known_ones_are_not() -> None:
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0, "odd": 1}}, "config.json: linear.odd is not supported"),
         (
             "LlamaForCausalLM",
+            {"max_position_embeddings": 2**31},
+            "config.json: rope: a context of 2147483648 positions, at most 2147483647",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"type": "dynamic", "factor": 1e9}},
+            "config.json: rope: a context of 128000000000 positions, at most 2147483647",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"type": "yarn", "factor": 1e308}},
+            "config.json: yarn.factor is 1e+308, but input should be",
+        ),
+        (
+            "LlamaForCausalLM",
             {"partial_rotary_factor": 0.5},
             "config.json: partial_rotary_factor is 0.5, but input should be greater than or equal to 1",
         ),
@@ -159,6 +174,7 @@ def test_unknown_fields_are_told_and_known_ones_are_not() -> None:
         ),
         ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 129}, "config.json: num_experts_per_tok 129 is more than the 128 experts"),
         ("Mistral3ForConditionalGeneration", {}, "config.json: text_config is missing"),
+        ("Mistral3ForConditionalGeneration", {"text_config": 3}, "config.json: text_config is 3, but unable to extract tag"),
         ("Mistral3ForConditionalGeneration", {"text_config": {"model_type": "mamba"}}, "config.json: text_config 'mamba' is not supported"),
         (
             "Mistral3ForConditionalGeneration",
@@ -172,6 +188,12 @@ def test_what_is_not_computed_is_refused_by_name(architecture: str, values: dict
         config(architecture, **values)
     assert str(refused.value).startswith(told)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("architectures", [None, [], [None], [["LlamaForCausalLM"]], {"a": 1}, "LlamaForCausalLM", 3])
+def test_architectures_that_name_none_are_refused(architectures: object) -> None:
+    with pytest.raises(ConfigError, match=r"^architecture .* is not supported; supported: LlamaForCausalLM, "):
+        describe({**SHAPE, "architectures": architectures}, set())
 
 
 def test_missing_fields_are_told_together() -> None:

@@ -102,3 +102,29 @@ def test_eos_ids_are_united_from_every_file_that_names_one(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 11, "content": "<end>"}, {"id": 12, "content": "<pad>"}]}))
     assert ModelFolder(folder).eos_ids == (2, 5, 7, 9, 11)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.json", {"eos_token_id": "</s>"}, "eos_token_id.0 is '</s>', but input should be a valid integer"),
+        ("config.json", {"text_config": 3}, "text_config is 3, but input should be a valid dictionary"),
+        ("generation_config.json", {"eos_token_id": [2, None]}, "eos_token_id.1 is None"),
+        ("generation_config.json", {"eos_token_id": 2**31}, "eos_token_id.0 is 2147483648, but input should be less than 2147483648"),
+        ("tokenizer_config.json", {"eos_token": ["<end>"]}, "eos_token is ['<end>'], but input should be a valid string"),
+        ("tokenizer.json", {"added_tokens": [{"content": "<end>"}]}, "added_tokens.0.id is missing"),
+        ("tokenizer.json", {"added_tokens": None}, "added_tokens is None"),
+    ],
+)
+def test_what_names_no_end_is_told_with_its_file(folder, name, content, message):
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as refused:
+        _ = ModelFolder(folder).eos_ids
+    assert str(refused.value).startswith(f"{folder / name}: {message}")
+    assert "\n" not in str(refused.value)
+
+
+def test_json_that_is_nested_too_deeply_is_told_with_its_file(folder):
+    (folder / "generation_config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ConfigError, match=r"generation_config\.json: maximum recursion depth"):
+        _ = ModelFolder(folder).eos_ids
