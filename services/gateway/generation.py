@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0  # where the scheduler does not say
 MAX_DETAIL = 200  # characters of the scheduler's words that a client gets
-MAX_MOVES = 3  # of a request, that nobody planned: one that takes along every scheduler must end
+MAX_MOVES = 3  # of a request, that nobody planned: one that takes along all that have it must end
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Generation:
         needed."""
         self.submit = submit
         self.sent = False  # some attempt
-        self._moves = 0
+        self._moves = 0  # that nobody planned, at schedulers and between them
         self._submitted_at = time.monotonic()
         self._deadline = self._submitted_at + submit.deadline_ms / 1e3 if submit.HasField("deadline_ms") else None
         self.ids: list[int] = []  # all that were accepted
@@ -104,6 +104,7 @@ class Generation:
         if self._deadline is not None:
             submit.deadline_ms = max(round((self._deadline - now) * 1e3), 1)
         submit.age_ms = round((now - self._submitted_at) * 1e3)
+        submit.unplanned_moves = self._moves
         self.sent = True
         return submit
 
@@ -122,6 +123,7 @@ class Generation:
         """Ids of the current attempt. Those that are here already must be the same; a gap or a difference breaks the sequence."""
         if self.over or tokens.attempt != self.submit.attempt:
             return
+        self._moves = max(self._moves, tokens.unplanned_moves)
         self._cached(tokens.cached_tokens)
         try:
             ids = ids_from_bytes(tokens.ids).tolist()

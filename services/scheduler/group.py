@@ -258,7 +258,7 @@ class Group:
         for request in begun:
             request.slot = None
             request.moves += 1
-            request.lost_groups += not self.draining
+            request.unplanned_moves += not self.draining
         return begun + self.waiting.drain()
 
     def ended(self) -> list[Request]:

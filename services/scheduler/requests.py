@@ -87,15 +87,17 @@ class Request:
     preemptions: int = 0
     skips: int = 0  # how often others were admitted before it that came later
     moves: int = 0  # to another group, after it had begun at one
-    lost_groups: int = 0  # that were lost while they computed it
+    unplanned_moves: int = 0  # groups that were lost while they computed it, and schedulers before us
     leaving: bool = False  # its group gives it up once what is on its way for it has come
     held_until: float | None = None  # while no group can take it
     timeline: Timeline = field(default_factory=Timeline)
     resumed_at: int = field(init=False)  # tokens that the client had when this attempt was submitted
     sent: int = field(init=False)  # tokens of `output` that the gateway has been sent, or had
+    told_moves: int = field(init=False)  # of the unplanned ones, that the gateway knows of
 
     def __post_init__(self) -> None:
         self.resumed_at = self.sent = len(self.output)
+        self.told_moves = self.unplanned_moves
 
     @property
     def interrupted(self) -> bool:

@@ -31,13 +31,15 @@ logger = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 10_000
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-MAX_LOST_GROUPS = 3  # of a request: one that takes along every group that computes it must end
+MAX_UNPLANNED_MOVES = 3  # of a request: one that takes along every group that computes it must end
 
 CANCELLED = Finished(FINISH_REASON_CANCELLED)
 STOPPED = Finished(FINISH_REASON_STOP, "a stop string")
 SUPERSEDED = Finished(FINISH_REASON_CANCELLED, "a newer attempt took over")
 LOST = Finished(FINISH_REASON_UNAVAILABLE, "the worker was lost, and none took over in time")
-LOST_TOO_OFTEN = Finished(FINISH_REASON_UNAVAILABLE, f"the worker was lost, and {MAX_LOST_GROUPS} before it that had the request")
+LOST_TOO_OFTEN = Finished(
+    FINISH_REASON_UNAVAILABLE, f"the worker was lost, as were {MAX_UNPLANNED_MOVES} workers or schedulers before it that had the request"
+)
 OUT_OF_TIME = Finished(FINISH_REASON_DEADLINE, "the deadline passed")
 TOO_LONG = Rejected(REJECT_REASON_TOO_LONG, "prompt and completion exceed the KV cache of every worker group")
 UNAVAILABLE = Rejected(REJECT_REASON_UNAVAILABLE, "no worker group is ready")
@@ -160,11 +162,13 @@ class Scheduler:
         self.deliver(group.ended(), now)
         self._metrics.moved(group.num_running, planned=group.draining)
         requests = group.evacuate()
-        too_often = [request for request in requests if request.lost_groups > MAX_LOST_GROUPS]
+        too_often = [request for request in requests if request.unplanned_moves > MAX_UNPLANNED_MOVES]
         for request in too_often:
             request.end = LOST_TOO_OFTEN
         self.deliver(too_often, now)
-        self._place_anew([request for request in requests if request.end is None], now, hold=True)
+        going_on = [request for request in requests if request.end is None]
+        self._deliver([request for request in going_on if request.unplanned_moves > request.told_moves], now)  # this must outlive us
+        self._place_anew(going_on, now, hold=True)
 
     def pause(self) -> None:
         """No group gets any more plans. What is on its way still comes: `settled` tells when all has."""

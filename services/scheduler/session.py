@@ -99,6 +99,9 @@ def _add(batch: TokenBatch, request: Request, room: int) -> tuple[int, bool]:
     number, attempt, tokens = request.key.request, request.attempt, len(request.output)
     cached, scores = request.cached_tokens or 0, request.scores
     end = tokens
+    if request.unplanned_moves > request.told_moves:
+        request.told_moves = request.unplanned_moves
+        batch.tokens.add(request=number, attempt=attempt, first_index=request.sent, unplanned_moves=request.told_moves)
     if scores is not None:
         if len(scores.prompt) and room:
             before = len(scores.prompt)

@@ -80,6 +80,7 @@ def to_request(submit: Submit, session: int, model: Model, now: float) -> Reques
         traceparent=submit.traceparent,
         deadline=now + submit.deadline_ms / 1e3 if submit.HasField("deadline_ms") else None,
         arrived_at=now - min(submit.age_ms, MAX_AGE_MS) / 1e3,
+        unplanned_moves=submit.unplanned_moves,
     )
 
 

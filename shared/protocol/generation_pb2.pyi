@@ -158,7 +158,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_ids: _Optional[bytes] = ..., bias_values: _Optional[bytes] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "attempt", "request_id", "prompt_ids", "delivered_ids", "sampling", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "tenant", "deadline_ms", "traceparent", "cache_salt", "logprobs", "prompt_logprobs", "age_ms")
+    __slots__ = ("request", "attempt", "request_id", "prompt_ids", "delivered_ids", "sampling", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "tenant", "deadline_ms", "traceparent", "cache_salt", "logprobs", "prompt_logprobs", "age_ms", "unplanned_moves")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class Submit(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    UNPLANNED_MOVES_FIELD_NUMBER: _ClassVar[int]
     request: int
     attempt: int
     request_id: str
@@ -195,7 +196,8 @@ class Submit(_message.Message):
     logprobs: int
     prompt_logprobs: int
     age_ms: int
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., delivered_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
+    unplanned_moves: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., delivered_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., age_ms: _Optional[int] = ..., unplanned_moves: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request", "attempt", "accepted_tokens", "reason")
@@ -220,7 +222,7 @@ class TokenBatch(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("request", "attempt", "first_index", "ids", "cached_tokens", "logprobs", "prompt_logprobs", "first_position")
+    __slots__ = ("request", "attempt", "first_index", "ids", "cached_tokens", "logprobs", "prompt_logprobs", "first_position", "unplanned_moves")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +231,7 @@ class Tokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    UNPLANNED_MOVES_FIELD_NUMBER: _ClassVar[int]
     request: int
     attempt: int
     first_index: int
@@ -237,7 +240,8 @@ class Tokens(_message.Message):
     logprobs: Logprobs
     prompt_logprobs: Logprobs
     first_position: int
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., ids: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., first_position: _Optional[int] = ...) -> None: ...
+    unplanned_moves: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., ids: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., first_position: _Optional[int] = ..., unplanned_moves: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("values", "top", "top_ids", "top_values")

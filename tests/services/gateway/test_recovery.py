@@ -78,6 +78,18 @@ async def test_moves_that_nobody_planned_are_few_and_planned_ones_are_free() -> 
     assert caught.value.retry_after_s
 
 
+async def test_groups_that_a_scheduler_has_lost_count_as_moves() -> None:
+    request, _ = generation()
+    request.on_tokens(Tokens(request=1, attempt=2, unplanned_moves=MAX_MOVES - 1))
+    submit = request.next_submit(planned=True)
+    assert submit is not None
+    assert submit.unplanned_moves == MAX_MOVES - 1
+    submit = request.next_submit(planned=False)
+    assert submit is not None
+    assert submit.unplanned_moves == MAX_MOVES
+    assert request.next_submit(planned=False) is None
+
+
 async def test_an_attempt_tells_its_age_and_what_is_left_of_its_time() -> None:
     request, _ = generation()
     submit = request.submit

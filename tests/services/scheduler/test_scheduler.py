@@ -12,8 +12,8 @@ from services.scheduler.scheduler import (
     CANCELLED,
     LOST,
     LOST_TOO_OFTEN,
-    MAX_LOST_GROUPS,
     MAX_TOMBSTONES,
+    MAX_UNPLANNED_MOVES,
     OUT_OF_TIME,
     SUPERSEDED,
     TOO_LONG,
@@ -246,7 +246,7 @@ def test_a_smaller_group_does_not_end_who_waits_for_the_return_of_a_larger() -> 
 def test_a_request_that_takes_along_every_group_ends() -> None:
     harness = Harness()
     harness.submit(1)
-    for _ in range(MAX_LOST_GROUPS):
+    for _ in range(MAX_UNPLANNED_MOVES):
         harness.lose(harness.scheduler.groups[0])
         assert not harness.ends
         harness.add_group()
@@ -257,10 +257,17 @@ def test_a_request_that_takes_along_every_group_ends() -> None:
     assert harness.ends[2, 1] == Finished(pb.FINISH_REASON_LENGTH)
 
 
+def test_what_it_took_along_at_other_schedulers_counts() -> None:
+    harness = Harness()
+    harness.submit(1, attempt=2, unplanned_moves=MAX_UNPLANNED_MOVES)
+    harness.lose(harness.scheduler.groups[0])
+    assert harness.ends == {(1, 2): LOST_TOO_OFTEN}
+
+
 def test_drained_groups_do_not_count_as_lost() -> None:
     harness = Harness()
     harness.submit(1)
-    for _ in range(2 * MAX_LOST_GROUPS):
+    for _ in range(2 * MAX_UNPLANNED_MOVES):
         group = harness.scheduler.groups[0]
         harness.scheduler.drain_group(group, harness.now)
         harness.lose(group)

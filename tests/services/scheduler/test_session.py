@@ -41,6 +41,17 @@ async def test_first_and_last_tokens_leave_at_once_and_others_together() -> None
     assert [(f.reason, f.completion_tokens) for f in rest.finished] == [(pb.FINISH_REASON_STOP, 4)]
 
 
+async def test_a_lost_group_is_told_once_and_before_any_token() -> None:
+    harness, request = Harness(), make_request(1, [1], 9)
+    request.unplanned_moves = 2
+    harness.session.update(request)
+    harness.session.flush()
+    harness.token(request, 11, after_s=2 * COALESCE_S)
+    told, tokens = await harness.batch(), await harness.batch()
+    assert [(t.first_index, t.unplanned_moves, len(t.ids)) for t in told.tokens] == [(0, 2, 0)]
+    assert [(t.first_index, t.unplanned_moves, len(t.ids)) for t in tokens.tokens] == [(0, 0, 4)]
+
+
 async def test_a_token_waits_for_the_timer_at_most() -> None:
     harness, request = Harness(), make_request(1, [1], 9)
     harness.token(request, 11)
