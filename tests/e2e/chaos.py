@@ -204,18 +204,25 @@ class Chaos:
 
     def _suspend_leader(self) -> None:
         leader = self._leader()
-        (other,) = [scheduler for scheduler in self._stack.schedulers if scheduler is not leader]
         leader.process.send_signal(signal.SIGSTOP)
         try:
-            eventually(lambda: other.leads, REST_S)
+            self._leader()  # the other one, since this cannot say that it leads
         finally:
             leader.process.send_signal(signal.SIGCONT)
         eventually(lambda: leader.ended, REST_S)
         leader.start_again()
 
     def _leader(self) -> Service:
-        eventually(lambda: sum(scheduler.leads for scheduler in self._stack.schedulers) == 1, REST_S)
-        return self._stack.leader
+        """Waits for it; what ends by itself meanwhile must be started again."""
+        leaders: list[Service] = []
+
+        def one_leads() -> bool:
+            self._mend()
+            leaders[:] = [scheduler for scheduler in self._stack.schedulers if scheduler.leads]
+            return len(leaders) == 1
+
+        eventually(one_leads, REST_S)
+        return leaders[0]
 
 
 def _end(service: Service) -> None:

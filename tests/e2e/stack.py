@@ -88,7 +88,10 @@ class Service:
     @property
     def leads(self) -> bool:
         """Whether a scheduler leads and has a group."""
-        return self.ready and bool(self.metrics()["lockstep_scheduler_leads"])
+        try:
+            return self.ready and bool(self.metrics()["lockstep_scheduler_leads"])
+        except httpx.TransportError:  # it was ready just now
+            return False
 
     def metrics(self, **labels: str) -> dict[str, float]:
         """All samples of its admin port that have these labels, summed over the others."""
