@@ -33,6 +33,7 @@ DESCRIBE_S = 5.0
 FILES_S = 60.0
 WELCOME_S = 30.0  # ranks end what they compute before they reset their slots
 MAX_PAGE_TABLE = 1 << 28  # entries: slots x pages of a slot
+MAX_PAGES = 1 << 24  # of a group: their books are made at once, 0.4 s for so many, and other groups wait meanwhile
 
 
 class Worker:
@@ -272,6 +273,8 @@ def _limits(described: pb.WorkerGroup) -> Limits:
     for name, least in (("slots", 1), ("pages", 2), ("page_size", 1), ("max_length", 2), ("max_step_tokens", 1), ("vocab_size", 1)):
         if not least <= getattr(limits, name) < 2**31:
             raise ProtocolError(f"refused: {name} is {getattr(limits, name)}")
+    if limits.pages > MAX_PAGES:
+        raise ProtocolError(f"refused: {limits.pages} pages are more than {MAX_PAGES}: give the worker a larger --page-size")
     if limits.slots * limits.pages_per_slot > MAX_PAGE_TABLE:
         raise ProtocolError(f"refused: {limits.slots} slots of {limits.pages_per_slot} pages are more than {MAX_PAGE_TABLE} entries")
     return limits

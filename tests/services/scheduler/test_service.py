@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.scheduler.__main__ import serve
+from services.scheduler.connection import MAX_PAGES
 from services.scheduler.settings import SchedulerSettings
 from shared.protocol import execution_pb2, files
 from shared.protocol import generation_pb2 as pb
@@ -331,6 +332,15 @@ async def test_another_model_is_refused(tmp_path: Path) -> None:
                 await client.ended(number)
             await eventually_async(lambda: other.described_ready > 1)
             assert not other.hellos
+
+
+async def test_a_group_whose_books_would_take_too_long_to_make_is_refused(tmp_path: Path) -> None:
+    worker, large = ScriptedWorker(), ScriptedWorker(replace(LIMITS, pages=MAX_PAGES + 1))
+    async with serving(worker), serving(large), scheduling(tmp_path, worker, large) as target, session(target) as client:
+        await eventually_async(lambda: large.described_ready > 1)  # it was refused, and asked again
+        assert not large.hellos
+        client.submit(submit(1, [1], 3))
+        assert (await client.ended(1)).ids == expected([1], 3)
 
 
 async def test_the_admin_port_tells_readiness_and_what_requests_went_through(tmp_path: Path) -> None:
