@@ -149,7 +149,9 @@ class Chaos:
                 lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
                 error = json.loads(lines[-1])["error"] if lines[-1] != "[DONE]" else None
                 if error is not None:
-                    return f"in a stream: {error['message']}" if error["type"] == "server_error" else self._wrong(str(error))
+                    # A stream begins, without text, when a request has waited for long; so overload may be told there, but not later.
+                    kinds = ("server_error",) if len(lines) > 1 else ("server_error", "rate_limit_error")
+                    return f"in a stream: {error['message']}" if error["type"] in kinds else self._wrong(f"{error} after {lines[:-1]}")
                 chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
                 text, reason = "".join(chunk["text"] for chunk in chunks), chunks[-1]["finish_reason"]
             else:
@@ -164,6 +166,7 @@ class Chaos:
 
     def _wrong(self, what: str) -> str:
         self.outcome.wrong.append(what)
+        print(f"WRONG {what[:500]}", flush=True)  # a long run may be ended before its summary
         return "WRONG"
 
     @staticmethod
@@ -273,8 +276,6 @@ def show(outcome: Outcome, seconds: float, before: Rest, after: Rest) -> None:
     console.print(f"descriptors of the gateway {before.gateway_descriptors} -> {after.gateway_descriptors}", end=", ")
     console.print(f"of the leader {before.leader_descriptors} -> {after.leader_descriptors}", end=", ")
     console.print(f"memory of the gateway {before.gateway_bytes >> 20} -> {after.gateway_bytes >> 20} MB")
-    for wrong in outcome.wrong[:20]:
-        console.print(f"WRONG {wrong[:500]}", style="bold red")
 
 
 def main(
