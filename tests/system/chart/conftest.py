@@ -94,13 +94,14 @@ def workloads(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
     """(component, workload, its pod template) of whatever runs pods."""
     for each in objects:
         spec = each.get("spec", {})
-        template = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
+        template = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("leaderTemplate")
         if each["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet"):
             yield each["metadata"]["labels"]["app.kubernetes.io/component"], each, template
 
 
 def pod_specs(objects: list[Object]) -> Iterator[Object]:
     yield from (template["spec"] for _, _, template in workloads(objects))
+    yield from (each["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"] for each in objects if each["kind"] == "LeaderWorkerSet")
     yield from (each["spec"] for each in objects if each["kind"] == "Pod")
 
 

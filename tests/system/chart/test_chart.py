@@ -58,6 +58,7 @@ SWITCHES: dict[str, list[Object]] = {
     "pool": [{}, {"inferencePool": {"enabled": True, "endpointPicker": "picker"}}],
 }
 BARE_API: tuple[str, ...] = ()
+LEADER = "leaderworkerset.sigs.k8s.io/worker-index", "0"
 
 
 def matrix() -> list[Object]:
@@ -100,7 +101,9 @@ def check(objects: list[Object]) -> None:
     services = {each["metadata"]["name"]: each for each in objects if each["kind"] == "Service"}
     for component, workload, template in workloads(objects):
         labels = template["metadata"]["labels"]
-        if workload["kind"] != "LeaderWorkerSet":
+        if workload["kind"] == "LeaderWorkerSet":
+            labels = {**labels, LEADER[0]: LEADER[1]}  # which its controller adds
+        else:
             assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
         ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
         service = services[f"trial-lockstep-{component}"]
@@ -113,6 +116,16 @@ def check(objects: list[Object]) -> None:
 
 def test_k8s_13_every_pair_of_switches_renders_objects_that_fit_their_schemas(helm: Helm) -> None:
     for values in matrix():
+        try:
+            check(helm.objects(values))
+        except (AssertionError, Refused, kubernetes_validate.ValidationError) as error:
+            raise AssertionError(f"{values}: {error}") from error
+
+
+def test_k8s_13_groups_over_two_nodes_render_in_every_pair_of_switches_too(helm: Helm) -> None:
+    others = {name: positions for name, positions in SWITCHES.items() if name not in ("mode", "tp", "scaling")}  # which nodes rule out
+    for positions in AllPairs(list(others.values())):
+        values = merged(*positions, {"parallelism": {"tp": 4, "nodes": 2}})
         try:
             check(helm.objects(values))
         except (AssertionError, Refused, kubernetes_validate.ValidationError) as error:
@@ -226,6 +239,19 @@ def test_several_nodes_are_a_leader_worker_set(helm: Helm) -> None:
     assert spec["replicas"] == 3
     assert spec["leaderWorkerTemplate"]["size"] == 2
     assert not [each for each in objects if each["kind"] == "StatefulSet"]
+    (leader,) = spec["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
+    (other,) = spec["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    probes = {name: probe for name, probe in leader.items() if name.endswith("Probe")}
+    assert {**other, **probes} == leader
+    assert len(probes) == 3
+    assert of_kind(objects, "Service", "worker")["spec"]["selector"][LEADER[0]] == LEADER[1]
+    assert LEADER[0] not in of_kind(helm.objects({}), "Service", "worker")["spec"]["selector"]
+
+
+def test_a_roll_out_waits_as_long_as_weights_take(helm: Helm) -> None:
+    objects = helm.objects({"worker": {"startupProbe": {"periodSeconds": 10, "failureThreshold": 720}}})
+    for component in ("gateway", "scheduler"):
+        assert of_kind(objects, "Deployment", component)["spec"]["progressDeadlineSeconds"] > 7200
 
 
 def test_k8s_08_a_token_stands_in_a_secret_only(helm: Helm) -> None:
