@@ -147,6 +147,7 @@ class _Run:
                 worker.send,
                 self._scheduler.deliver,
                 metrics.engine(f"group-{number}"),
+                wake=worker.wake,
             )
             self._scheduler.add_group(worker.group, 0.0)
             self._workers.append(worker)

@@ -70,6 +70,9 @@ class VirtualWorker:
         self.plans += 1
         self._clock.after(self._delay_us, lambda: self._receive(plan))
 
+    def wake(self, after_s: float) -> None:
+        self._clock.after(round(after_s * 1e6), lambda: self.group.on_time(self._clock.now_s))
+
     def _receive(self, plan: Plan) -> None:
         self._slot_epochs[plan.admissions["slot"]] = plan.admissions["epoch"]
         sent = _Sent(plan, self._slot_epochs[plan.row_slots], self._clock.now_us)

@@ -65,8 +65,9 @@ class Outbox(Generic[M]):
     A heartbeat is sent when nothing else was for HEARTBEAT_S. The reader of the stream never waits for this writer.
     """
 
-    def __init__(self, heartbeat: Callable[[], M]) -> None:
-        self._heartbeat = heartbeat
+    def __init__(self, heartbeat: Callable[[], M], take: Callable[[deque[M]], M] = deque.popleft) -> None:
+        """take: the next message from those that are queued, of which it may make one."""
+        self._heartbeat, self._take = heartbeat, take
         self._messages: deque[M] = deque()
         self._wake = asyncio.Event()
         self._closed = False
@@ -97,7 +98,7 @@ class Outbox(Generic[M]):
             if self._error is not None:
                 raise self._error
             if self._messages:
-                yield self._messages.popleft()
+                yield self._take(self._messages)
                 continue
             if self._closed:
                 return

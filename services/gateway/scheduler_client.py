@@ -32,6 +32,7 @@ from shared.protocol.generation_pb2 import (
     TokenBatch,
 )
 from shared.protocol.generation_pb2_grpc import GenerationStub
+from shared.protocol.submits import next_message
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class SchedulerClient:
         if self.model is None or self.model.fingerprint != description.fingerprint:
             self._fail_all("the model has changed: try again")  # what has come are ids of another one
             self.model = await models.load(stub, description, apply_generation_config=self._apply_generation_config)
-        outbox: Outbox = rpc.Outbox(lambda: GenerationSessionRequest(heartbeat=SessionHeartbeat()))
+        outbox: Outbox = rpc.Outbox(lambda: GenerationSessionRequest(heartbeat=SessionHeartbeat()), next_message)
         hello = SessionHello(protocol_version=rpc.PROTOCOL_VERSION, gateway=self._name, highest_epoch=self._highest_epoch)
         outbox.put(GenerationSessionRequest(hello=hello))
         call = stub.Session(aiter(outbox))

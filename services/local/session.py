@@ -29,6 +29,7 @@ from shared.protocol.generation_pb2 import (
 from shared.protocol.generation_pb2 import Logprobs as LogprobsMessage
 from shared.protocol.generation_pb2_grpc import GenerationStub
 from shared.protocol.plan import Int32s, ids_from_bytes
+from shared.protocol.submits import next_message
 from shared.rpc import PROTOCOL_VERSION, Outbox, check_version, received
 
 OnProgress = Callable[[int, int], None]  # (requests that have ended, tokens that have come)
@@ -69,7 +70,9 @@ class Session:
 
     def __init__(self, stub: GenerationStub, window: int) -> None:
         self._window = window
-        self._outbox: Outbox[GenerationSessionRequest] = Outbox(lambda: GenerationSessionRequest(heartbeat=SessionHeartbeat()))
+        self._outbox: Outbox[GenerationSessionRequest] = Outbox(
+            lambda: GenerationSessionRequest(heartbeat=SessionHeartbeat()), next_message
+        )
         name = f"offline-{socket.gethostname()}-{os.getpid()}-{id(self):x}"
         self._outbox.put(GenerationSessionRequest(hello=SessionHello(protocol_version=PROTOCOL_VERSION, gateway=name)))
         self._call = stub.Session(aiter(self._outbox))

@@ -173,6 +173,13 @@ class Worker:
             def send(plan: Plan) -> None:
                 outbox.put(pb.ExecutionExecuteRequest(plan=encode(plan)))
 
+            def wake(after_s: float) -> None:
+                asyncio.get_running_loop().call_later(after_s, on_time)
+
+            def on_time() -> None:
+                assert group is not None  # it has asked for this
+                group.on_time(time.monotonic())
+
             group = Group(
                 described.name,
                 limits,
@@ -186,6 +193,7 @@ class Worker:
                 self._jump,
                 self._policy,
                 self._prefix_cache,
+                wake,
             )
             self._add(group, f"ready: {limits.slots} slots, {limits.pages} pages of {limits.page_size} tokens, stream {epoch}.{number}")
             async for message in received(aiter(call), "the worker"):

@@ -1,6 +1,6 @@
 """One worker group: its queue, its slots and pages, the plans on their way. A state machine without I/O, told the time.
 
-`submit`, `end` and `on_result` are all that can happen to it; each sends the plans that the lead rule then allows.
+`submit`, `end`, `on_result` and `on_time` are all that can happen to it; each sends the plans that the lead rule then allows.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from services.scheduler import batching
 from services.scheduler.admission import Admissions
+from services.scheduler.gathering import Gathering
 from services.scheduler.lead import Lead, StepTimes
 from services.scheduler.memory import Memory
 from services.scheduler.meter import Meter, Throughput
@@ -41,7 +42,10 @@ def longest_request(limits: Limits) -> int:
 
 
 class Group:
-    """Admits, plans, takes results. `send` gets each plan, `deliver` the requests that have new tokens or have ended."""
+    """Admits, plans, takes results. `send` gets each plan, `deliver` the requests that have new tokens or have ended.
+
+    wake: has `on_time` called after so many seconds, or a little earlier or later. Without it newcomers never wait for others.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Group:
         jump: bool = True,
         policy: PolicyName = "mixed",
         prefix_cache: bool = True,
+        wake: Callable[[float], None] | None = None,
     ) -> None:
         self.name = name
         self.limits = limits
@@ -76,7 +81,10 @@ class Group:
         self._max_step_tokens = min(max_step_tokens, limits.max_step_tokens)
         self._policy = POLICIES[policy]
         self._admissions = Admissions(self.waiting, self.slots, self.memory, limits.page_size)
-        self._send, self._deliver = send, deliver
+        self._send, self._deliver, self._wake = send, deliver, wake
+        self._gathering = Gathering()
+        self._waking = False  # `on_time` will be called
+        self._gathers = False  # newcomers wait for others: nobody is admitted
         self._outstanding: dict[int, Outstanding] = {}  # by plan id, in the order sent
         self._queued_us = 0  # sum of their estimates
         self._jumping_us = 0  # of those among them that jump
@@ -151,9 +159,17 @@ class Group:
             wait_s = max(wait_s, (len(self.waiting) + 1) / rate)
         return wait_s
 
-    def submit(self, request: Request, now: float) -> None:
-        """Queues a request of at most `max_length` tokens."""
+    def submit(self, request: Request, now: float, *, followed: bool = False) -> None:
+        """Queues a request of at most `max_length` tokens. followed: others come at the same time, and then `on_time`."""
+        step_us = self.step_times.estimate(self.num_running, 0) if self.num_running else 0
+        self._gathering.on_arrival(now, alone=not len(self.waiting), step_us=step_us)
         self.waiting.push(request)
+        if not followed:
+            self._advance(now)
+
+    def on_time(self, now: float) -> None:
+        """Time has passed, or all have come that come together."""
+        self._waking = False
         self._advance(now)
 
     def end(self, request: Request, end: End, now: float) -> None:
@@ -190,6 +206,7 @@ class Group:
             self._take(ids, plan, current, records, now - later * step_us / 1e6)  # a burst's tokens came one after the other
         del self._outstanding[result.plan_id]  # not before: what is on its way for a slot that is given up has been taken
         if oldest:
+            self._gathering.on_result(self._queued_us, self.lead.round_trip_us, now)
             self._finalise_passed()
         self._advance(now)
 
@@ -254,6 +271,7 @@ class Group:
     def evacuate(self) -> list[Request]:
         """Takes every request from a group that is lost: running ones first, then those that wait. The group is of no use afterwards."""
         left = [request for request in self._updated if request.leaving and request.slot is None and request.end is None]  # untold
+        self.paused = True
         begun = self.running() + left
         for request in begun:
             request.slot = None
@@ -298,12 +316,21 @@ class Group:
             self._deliver(updated, now)
 
     def _send_plans(self, now: float) -> None:
+        self._gather(now)
         while self.lead.may_jump(len(self._outstanding), self._jumping_us) and (plan := self._next_plan(now, jump=True)) is not None:
             self._send(plan)
         self._measure_lead()
         while self.lead.may_send(len(self._outstanding), self.lead_us) and (plan := self._next_plan(now)) is not None:
             self._send(plan)
             self._measure_lead()
+
+    def _gather(self, now: float) -> None:
+        """Decides whether newcomers wait for others. Without anything on its way, the group does not."""
+        wait_s = self._gathering.wait_s(now) if self._wake is not None and self._outstanding else 0.0
+        self._gathers = wait_s > 0
+        if self._wake is not None and self._gathers and not self._waking:
+            self._waking = True
+            self._wake(wait_s)
 
     def _measure_lead(self) -> None:
         oldest = self._outstanding.get(self.passed + 1)
@@ -384,7 +411,7 @@ class Group:
         jump: one that runs before plans already sent. So it is disjoint from them: only requests that are admitted now, and no release.
         """
         slots, budget = self.slots, self._max_step_tokens
-        if jump and not self._admissions.may_come():
+        if jump and not self._may_come():
             return None
         plan = Plan(self._next_plan_id)
         admitted: list[int] = []
@@ -395,7 +422,7 @@ class Group:
         could_decode = decodes = _NO_ROWS
         if not jump:
             could_decode = self._make_room()
-            waits = bool(self._prefilling) or self._admissions.may_come()
+            waits = bool(self._prefilling) or self._may_come()
             decodes = self._decode_rows(could_decode, self._policy(budget) if waits else budget)
         self._admissions.begin(self._reserve(decodes) if len(self.waiting) else 0, jump)
         chunks = batching.prefill_chunks(slots, [] if jump else list(self._prefilling), admit, budget - len(decodes))
@@ -446,9 +473,14 @@ class Group:
             jumps=jump,
         )
         self._queued_us += plan.estimate_us
+        self._gathering.on_sent(plan.estimate_us, now)
         self._jumping_us += plan.estimate_us * jump
         self._next_plan_id += 1
         return plan
+
+    def _may_come(self) -> bool:
+        """Whether somebody might be admitted."""
+        return not self._gathers and self._admissions.may_come()
 
     def _written(self, decodes: Int32s, iterations: int) -> Int32s:
         """Tokens in the cache after so many iterations of these rows: each writes the last token that its slot may have so far, and the
@@ -530,7 +562,7 @@ class Group:
 
     def _admit(self, most_tokens: int | None, plan: Plan, admitted: list[int], now: float) -> int | None:
         """Admits the next request with this plan, notes its slot in `admitted` and returns it; see `Admissions.next`."""
-        found = self._admissions.next(most_tokens) if len(admitted) < MAX_ADMISSIONS else None
+        found = self._admissions.next(most_tokens) if len(admitted) < MAX_ADMISSIONS and not self._gathers else None
         if found is None:
             return None
         request, ids = found

@@ -3,6 +3,7 @@
 import heapq
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from services.scheduler import routing
 from services.scheduler.group import Deliver, Group
@@ -68,6 +69,7 @@ class Scheduler:
         self._history = history or History()
         self._requests: dict[Key, Request] = {}  # that have not ended
         self._group_of: dict[Request, Group] = {}
+        self._placed: dict[Group, None] = {}  # groups that have requests which they were not yet told to begin
         self._held = WaitingQueue()  # until a group can take them
         self._paused = False
         self._deadlines: list[tuple[float, Key, int]] = []  # a heap of (deadline, request, attempt)
@@ -87,10 +89,17 @@ class Scheduler:
 
     def submit(self, submit: Submit, session: int, now: float) -> Rejected | None:
         """Takes a request, or returns why not. A higher attempt retires a lower one."""
-        rejected = self._submit(submit, session, now)
-        if rejected is not None:
-            self._metrics.rejected(rejected.reason)
+        (rejected,) = self.submit_all([submit], session, now)
         return rejected
+
+    def submit_all(self, submits: Iterable[Submit], session: int, now: float) -> list[Rejected | None]:
+        """Takes requests that have come together, of which as many as fit then go into one step; for each None, or why not."""
+        rejections = [self._submit(submit, session, now) for submit in submits]
+        self._start(now)
+        for rejected in rejections:
+            if rejected is not None:
+                self._metrics.rejected(rejected.reason)
+        return rejections
 
     def _submit(self, submit: Submit, session: int, now: float) -> Rejected | None:
         if self.model is None:
@@ -258,8 +267,15 @@ class Scheduler:
             request.held_until = None
             self._group_of[request] = group
             request.timeline.add(now, "queued", group.name, len(request.output))
-            group.submit(request, now)
+            group.submit(request, now, followed=True)
+            self._placed[group] = None
         return None
+
+    def _start(self, now: float) -> None:
+        """Those that have been placed."""
+        groups, self._placed = list(self._placed), {}
+        for group in groups:
+            group.on_time(now)
 
     def _end(self, request: Request, end: End, now: float) -> None:
         if request.held_until is None:
@@ -284,6 +300,7 @@ class Scheduler:
             if rejected is not None:
                 request.end = rejected
                 self.deliver([request], now)
+        self._start(now)
 
     def _too_late(self, request: Request, now: float) -> Rejected | None:
         """Better refused now than given up when its deadline has passed."""

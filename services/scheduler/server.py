@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -21,6 +21,7 @@ from shared.errors import LockstepError, ProtocolError
 from shared.protocol import files
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationServicer
+from shared.protocol.submits import MAX_SUBMITS
 from shared.rpc import PROTOCOL_VERSION, check_version, received
 
 logger = logging.getLogger(__name__)
@@ -129,10 +130,11 @@ class GenerationService(GenerationServicer):
         now = time.monotonic()
         match message.WhichOneof("message"):
             case "submit":
-                rejected = self.scheduler.submit(message.submit, session.number, now)
-                if rejected is not None:
-                    session.reject(message.submit.request, message.submit.attempt, rejected)
-                    session.flush()
+                self._submit([message.submit], session, now)
+            case "submits":
+                if len(message.submits.submits) > MAX_SUBMITS:
+                    raise ProtocolError(f"{len(message.submits.submits)} requests in one message, at most {MAX_SUBMITS} may be")
+                self._submit(message.submits.submits, session, now)
             case "cancel":
                 stopped = message.cancel.reason == pb.FINISH_REASON_STOP
                 key, accepted = Key(session.number, message.cancel.request), message.cancel.accepted_tokens
@@ -141,6 +143,14 @@ class GenerationService(GenerationServicer):
                 pass
             case other:
                 raise ProtocolError(f"a session does not go on with {other}")
+
+    def _submit(self, submits: Sequence[pb.Submit], session: GatewaySession, now: float) -> None:
+        rejections = self.scheduler.submit_all(submits, session.number, now)
+        for submit, rejected in zip(submits, rejections, strict=True):
+            if rejected is not None:
+                session.reject(submit.request, submit.attempt, rejected)
+        if any(rejections):
+            session.flush()
 
     def _close(self, session: GatewaySession) -> None:
         del self._sessions[session.number]

@@ -90,16 +90,18 @@ class GenerationFilesResponse(_message.Message):
     def __init__(self, manifest: _Optional[_Union[GenerationFilesResponse.Manifest, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class GenerationSessionRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "heartbeat")
+    __slots__ = ("hello", "submit", "cancel", "heartbeat", "submits")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     cancel: Cancel
     heartbeat: SessionHeartbeat
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionHeartbeat, _Mapping]] = ...) -> None: ...
+    submits: Submits
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionHeartbeat, _Mapping]] = ..., submits: _Optional[_Union[Submits, _Mapping]] = ...) -> None: ...
 
 class GenerationSessionResponse(_message.Message):
     __slots__ = ("welcome", "batch", "heartbeat")
@@ -198,6 +200,12 @@ class Submit(_message.Message):
     age_ms: int
     unplanned_moves: int
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., delivered_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., age_ms: _Optional[int] = ..., unplanned_moves: _Optional[int] = ...) -> None: ...
+
+class Submits(_message.Message):
+    __slots__ = ("submits",)
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    submits: _containers.RepeatedCompositeFieldContainer[Submit]
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request", "attempt", "accepted_tokens", "reason")

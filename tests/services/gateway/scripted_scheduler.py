@@ -68,6 +68,7 @@ class ScriptedScheduler(GenerationServicer):
     ready: bool = True
     script: Callable[[Submit], Script] = lambda submit: Script()
     submits: list[Submit] = field(default_factory=list)
+    messages: int = 0  # that brought the submits
     cancels: list[Cancel] = field(default_factory=list)
     hellos: list[SessionHello] = field(default_factory=list)
     files_calls: int = 0
@@ -150,10 +151,12 @@ class ScriptedScheduler(GenerationServicer):
                     self.hellos.append(request.hello)
                     welcome = SessionWelcome(protocol_version=rpc.PROTOCOL_VERSION, epoch=self.epoch)
                     outbox.put(GenerationSessionResponse(welcome=welcome))
-                elif request.HasField("submit"):
-                    self.submits.append(request.submit)
-                    players[request.submit.request] = asyncio.create_task(self._play(request.submit, self.script(request.submit), outbox))
-                    cleanup.callback(players[request.submit.request].cancel)
+                elif request.HasField("submit") or request.HasField("submits"):
+                    self.messages += 1
+                    for submit in [request.submit] if request.HasField("submit") else request.submits.submits:
+                        self.submits.append(submit)
+                        players[submit.request] = asyncio.create_task(self._play(submit, self.script(submit), outbox))
+                        cleanup.callback(players[submit.request].cancel)
                 elif request.HasField("cancel"):
                     self.cancels.append(request.cancel)
                     players[request.cancel.request].cancel()

@@ -30,6 +30,7 @@ class ScriptedWorker(ExecutionServicer):
         self.running.set()
         self.hellos: list[tuple[int, int]] = []
         self.plans = 0
+        self.prefills: list[int] = []  # rows with a prompt of each of them
         self.described_ready = 0  # times that Describe said so
         self.slot_epoch = 7
         self.outbox: Outbox[pb.ExecutionExecuteResponse] | None = None
@@ -113,9 +114,11 @@ class ScriptedWorker(ExecutionServicer):
             start, before = time.monotonic(), end
             await asyncio.sleep(self.step_s)
             await self.running.wait()
-            result = device.run(decode(data))
+            plan = decode(data)
+            result = device.run(plan)
             end = time.monotonic()
             self.plans += 1
+            self.prefills.append(len(plan.prefill_slots))
             self.slot_epoch = max(slot.epoch for slot in device.slots)
             message = pb.PlanResult(
                 plan=result.plan_id,

@@ -54,8 +54,16 @@ class SessionClient:
         self._changed = asyncio.Condition()
 
     def submit(self, message: pb.Submit) -> None:
-        self.answers[message.request, message.attempt] = Answer(list(ids_from_bytes(message.delivered_ids)))
+        self._expect(message)
         self.outbox.put(pb.GenerationSessionRequest(submit=message))
+
+    def submit_together(self, *messages: pb.Submit) -> None:
+        for message in messages:
+            self._expect(message)
+        self.outbox.put(pb.GenerationSessionRequest(submits=pb.Submits(submits=messages)))
+
+    def _expect(self, message: pb.Submit) -> None:
+        self.answers[message.request, message.attempt] = Answer(list(ids_from_bytes(message.delivered_ids)))
 
     def cancel(self, request: int, attempt: int = 1, accepted: int = 0) -> None:
         self.outbox.put(pb.GenerationSessionRequest(cancel=pb.Cancel(request=request, attempt=attempt, accepted_tokens=accepted)))

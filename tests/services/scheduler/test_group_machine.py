@@ -68,6 +68,7 @@ class GroupMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.plans: deque[Plan] = deque()
         self.results: deque[StepResult] = deque()
+        self.wakes: deque[float] = deque()  # seconds after which the group wants to be called
         self.preempted.clear()
         self.wrong: set[int] = set()  # leases under which something was computed that is not finite
         self.group = Group(
@@ -79,6 +80,7 @@ class GroupMachine(RuleBasedStateMachine):
             self.plans.append,
             self.deliver,
             ENGINE,
+            wake=self.wakes.append,
             **self.options,  # type: ignore[arg-type]
         )
         self.device = Device(self.limits, self.group.memory.pool, model)
@@ -187,6 +189,13 @@ class GroupMachine(RuleBasedStateMachine):
         self.now += delay_us / 1e6
         for _ in range(min(count, len(self.results))):
             self.group.on_result(self.results.popleft(), self.now)
+
+    @precondition(lambda self: self.wakes)
+    @rule(late_us=st.sampled_from([0, 100, 1_000]))
+    def wake(self, late_us: int) -> None:
+        """Newcomers that wait for others have waited long enough."""
+        self.now += self.wakes.popleft() + late_us / 1e6
+        self.group.on_time(self.now)
 
     @precondition(lambda self: self.live)
     @rule(pick=picks, accepted=st.one_of(st.none(), st.integers(0, 5)))

@@ -33,7 +33,9 @@ class JumpMachine(RuleBasedStateMachine):
         self.results: deque[StepResult] = deque()
         self.live: dict[int, Request] = {}
         # Without the prefix cache, so that no page is in two hands for good reason.
-        self.group = Group("group", LIMITS, 0, 6, True, self.send, self.deliver, METRICS.engine("group"), prefix_cache=False)
+        self.wakes: deque[float] = deque()  # seconds after which the group wants to be called
+        engine = METRICS.engine("group")
+        self.group = Group("group", LIMITS, 0, 6, True, self.send, self.deliver, engine, prefix_cache=False, wake=self.wakes.append)
         self.group.lead.on_result(4_000, late_us=0)  # a distance, so that plans queue
         self.device = Device(LIMITS, self.group.memory.pool)
 
@@ -100,6 +102,12 @@ class JumpMachine(RuleBasedStateMachine):
         for _ in range(min(count, len(self.results))):
             self.now += 0.001
             self.group.on_result(self.results.popleft(), self.now)
+
+    @precondition(lambda self: self.wakes)
+    @rule()
+    def wake(self) -> None:
+        self.now += self.wakes.popleft()
+        self.group.on_time(self.now)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -41,7 +41,17 @@ class Run:
         self.submitted = 0
         self.held: list[Request] = []
         self.group = self.worker.group = Group(
-            "group", limits, 0, 512, self.overlap, self.send, self.deliver, METRICS.engine("group"), self.bursts, self.jump
+            "group",
+            limits,
+            0,
+            512,
+            self.overlap,
+            self.send,
+            self.deliver,
+            METRICS.engine("group"),
+            self.bursts,
+            self.jump,
+            wake=self.worker.wake,
         )
         for _ in range(self.rows):
             self.held.append(self.submit(min(8_000, 900_000 // self.rows)))  # as many as the pages hold

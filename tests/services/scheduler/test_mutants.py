@@ -75,7 +75,12 @@ def disturb(machine: GroupMachine, chance: Random) -> None:
             machine.cancel(pick=pick, accepted=chance.choice([None, 0, 2]))
 
 
-ACTIONS: tuple[Callable[[GroupMachine, Random], None], ...] = (submit, compute, compute, return_results, return_results, disturb)
+def wake(machine: GroupMachine, chance: Random) -> None:
+    if machine.wakes:
+        machine.wake(late_us=chance.choice([0, 100, 1_000]))
+
+
+ACTIONS: tuple[Callable[[GroupMachine, Random], None], ...] = (submit, wake, compute, compute, return_results, return_results, disturb)
 
 
 def live(chance: Random) -> None:

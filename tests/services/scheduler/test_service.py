@@ -19,7 +19,8 @@ from services.scheduler.settings import SchedulerSettings
 from shared.protocol import execution_pb2, files
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub
-from shared.rpc import PROTOCOL_VERSION, channel
+from shared.protocol.submits import MAX_SUBMITS
+from shared.rpc import PROTOCOL_VERSION, StreamEnded, channel
 from tests.exposition import samples
 from tests.processes import eventually_async
 from tests.services.scheduler.device import EOS, next_token
@@ -78,6 +79,31 @@ async def test_requests_are_answered(tmp_path: Path) -> None:
             assert answer.finished is not None
             assert answer.finished.completion_tokens == len(answer.ids)
             assert answer.finished.reason == (pb.FINISH_REASON_STOP if answer.ids[-1] == EOS else pb.FINISH_REASON_LENGTH)
+
+
+async def test_requests_of_one_message_share_a_step(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target, session(target) as client:
+        prompts = {number: [number + 1, 2] for number in range(LIMITS.slots)}
+        client.submit_together(*(submit(number, prompt, 5) for number, prompt in prompts.items()), submit(100, [], 5))
+        for number, prompt in prompts.items():
+            assert (await client.ended(number)).ids == expected(prompt, 5)
+        assert worker.prefills[0] == LIMITS.slots
+        assert (await client.ended(100)).rejected is not None  # which disturbs no other
+
+
+async def test_too_many_requests_in_one_message_end_the_session(tmp_path: Path) -> None:
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker) as target:
+
+        async def ask_too_much() -> None:
+            async with session(target) as client:
+                client.submit_together(*(submit(number, [1], 1) for number in range(MAX_SUBMITS + 1)))
+                await eventually_async(client.call.done)
+
+        with pytest.raises(StreamEnded, match=f"{MAX_SUBMITS + 1} requests in one message"):
+            await ask_too_much()
+        async with session(target) as client:  # nobody else's
+            client.submit(submit(1, [1], 3))
+            assert (await client.ended(1)).ids == expected([1], 3)
 
 
 async def test_two_workers_share_the_load(tmp_path: Path) -> None:
