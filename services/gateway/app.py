@@ -45,7 +45,7 @@ def create_app(gateway: Gateway, access: Access) -> ASGIApp:
     app.add_api_route("/status", Status(gateway).answer, methods=["GET"])
     described = json.dumps(document(gateway.settings.served_model_name))
     app.add_api_route("/openapi.json", lambda: Response(described, media_type="application/json"), methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET", "HEAD"])  # which load balancers send
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(HTTPException, routing_error)
@@ -57,7 +57,7 @@ def create_app(gateway: Gateway, access: Access) -> ASGIApp:
         edge,
         allow_origins=gateway.settings.cors_origins,
         allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+        allow_headers=["*"],  # OpenAI's client sends a dozen of its own, x-stainless-os and so on
         expose_headers=["X-Request-Id", "Retry-After"],
     )
 

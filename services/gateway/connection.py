@@ -8,7 +8,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from services.gateway.errors import HeadTooLarge, InvalidRequest
 from services.gateway.openai.errors import error_response
 
-MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; one read of the socket, 256 KiB, may go beyond
+MAX_HEAD_BYTES = 2 << 20  # request line and headers, or trailers, with room for anything that somebody takes for a key
 
 
 class Connection(HttpToolsProtocol):

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from pydantic_core import to_json as to_json_bytes
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from services.gateway.answer import Answer, Choice, Delta, Echo, FinishReason, Patience, ScoredToken
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
-from services.gateway.openai.service import JSON, Gateway
+from services.gateway.openai.service import JSON, JSON_TYPE, Gateway
 from services.gateway.openai.sse import EventStream, to_json, unless_client_leaves
 from shared.protocol.generation_pb2 import Submit
 
@@ -61,7 +62,10 @@ async def respond(
             outcomes = await unless_client_leaves(request.receive, _outcomes(answer))
             answer.close()
             request.state.usage = answer.usage
-            return JSONResponse(form.body(_best(outcomes, answer, body), answer))
+            best = _best(outcomes, answer, body)
+            if any(outcome.tokens for outcome in best):  # up to 2,000,000 log-probabilities would hold up others for seconds
+                return await asyncio.to_thread(_whole, form, best, answer)
+            return _whole(form, best, answer)
         first = await unless_client_leaves(request.receive, answer.next())
     except BaseException as error:
         answer.close()
@@ -69,6 +73,10 @@ async def respond(
             error.param = error.param or form.prompt_field
         raise
     return EventStream(first, answer, form.events, form.closing, request)
+
+
+def _whole(form: Format, outcomes: Sequence[Outcome], answer: Answer) -> Response:
+    return Response(to_json_bytes(form.body(outcomes, answer)), media_type=JSON_TYPE)
 
 
 def _submit(

@@ -69,6 +69,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None  # refused: templates know tool_calls only
 
 
 class Function(Body):

@@ -15,7 +15,7 @@ from shared.protocol.generation_pb2 import Sampling, Submit
 from shared.protocol.plan import ids_to_bytes
 
 MAX_ID_DIGITS = 10
-MAX_LOGPROBS = 8_000_000  # values of one answer: each takes some hundred bytes of JSON
+MAX_LOGPROBS = 2_000_000  # values of one answer: each takes some hundred bytes in memory, and up to 60 of JSON
 
 
 def submits(

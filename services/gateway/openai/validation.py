@@ -153,6 +153,8 @@ def _check_conversation(body: ConversationRequest) -> None:
     for index, message in enumerate(body.messages):
         if message.content == [] and not (message.role == "assistant" and message.tool_calls):
             raise InvalidRequest("content must not be an empty list", f"messages[{index}].content", "empty_array")
+        if message.function_call is not None:
+            raise InvalidRequest("function_call is not supported: use tool_calls", f"messages[{index}].function_call", "unsupported_value")
         if message.role == "tool" and message.tool_call_id is None:
             param = f"messages[{index}].tool_call_id"
             raise InvalidRequest(f"missing required parameter: '{param}'", param, "missing_required_parameter")

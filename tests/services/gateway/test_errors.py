@@ -37,6 +37,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str | None]] = [  # fields b
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type", "invalid_value"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing_required_parameter"),
     ({"messages": [{"role": "tool", "content": "2"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call", "unsupported_value"),
     ({"temperature": "hot"}, "temperature", "invalid_type"),
     ({"temperature": True}, "temperature", "invalid_type"),
     ({"temperature": -1}, "temperature", "decimal_below_min_value"),
@@ -154,6 +155,7 @@ async def test_err_02_routes_and_methods(stack: Stack) -> None:
         assert f"POST {path}" in assert_error(await stack.http.post(path, json={"model": "tiny"}), 404, None, None)["message"]
     assert_error(await stack.http.get("/nope"), 404, None, None)
     assert_error(await stack.http.post("/v1/chat/completions/", json={}), 404, None, None)
+    assert ((await stack.http.head("/health")).status_code, (await stack.http.head("/health")).content) == (200, b"")
     for method, path, allowed in (
         ("GET", "/v1/chat/completions", "POST"),
         ("POST", "/v1/models", "GET"),

@@ -232,6 +232,7 @@ async def test_cors_for_the_origins_that_are_named(start: Start, key_file: Path)
     preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     keys.add(key_file, "a")
     stack = await start(api_keys=key_file, cors_origins=["https://a.example"])
+    preflight["Access-Control-Request-Headers"] += ",x-stainless-os"  # of the official client, in a browser
     allowed = await stack.http.options("/v1/chat/completions", headers=preflight)
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://a.example")
     refused = await stack.http.get("/v1/models", headers=origin)

@@ -14,7 +14,7 @@ from services.gateway.openai.logprobs import LegacyLogprobs, chat_logprobs
 from services.gateway.scores import Score
 from services.gateway.text.token_texts import TokenTexts
 from services.gateway.text.tokenizer import TextTokenizer
-from tests.services.gateway.conftest import EOS, Stack, events
+from tests.services.gateway.conftest import EOS, Stack, assert_error, events
 from tests.services.gateway.scripted_scheduler import Script
 from tests.services.gateway.test_detokenizer import byte_ids
 
@@ -145,6 +145,13 @@ async def test_echo_alone_scores_a_prompt(stack: Stack) -> None:
     assert (submit.max_tokens, submit.prompt_logprobs, submit.HasField("logprobs")) == (0, 10, True)
     stack.scheduler.submits.clear()
     assert (await stack.complete(prompt="hello", echo=True, max_tokens=0)).json()["choices"][0]["text"] == "hello"
+    assert not stack.scheduler.submits
+
+
+async def test_more_log_probabilities_than_an_answer_holds_are_refused(start: Any) -> None:
+    stack = await start({"max_length": 4096})
+    assert_error(await stack.chat(n=128, max_tokens=1000, logprobs=True, top_logprobs=20), 400, "logprobs", "invalid_value")
+    assert_error(await stack.complete(prompt=[5] * 1000, n=128, echo=True, logprobs=20, max_tokens=0), 400, "logprobs", "invalid_value")
     assert not stack.scheduler.submits
 
 
