@@ -181,7 +181,7 @@ def test_a_request_that_takes_along_every_worker_gets_a_clear_error(start_stack:
     groups = ("--groups", "6", "--num-pages", "1000", "--simulated-faults", crash)
     stack = start_stack(model=weightless_model, engine="simulated", worker_args=groups)
     eventually(lambda: stack.groups_ready() == 6)
-    with pytest.raises(openai.InternalServerError, match="the worker was lost, and 3 before it") as caught:
+    with pytest.raises(openai.InternalServerError, match="the worker was lost, as were 3 workers or schedulers before it") as caught:
         stack.complete("hi", max_tokens=100, extra_body={"ignore_eos": True})
     assert caught.value.status_code == 503
     assert caught.value.response.headers["retry-after"]
