@@ -1,7 +1,7 @@
 """The admin port of a service: probes, metrics, pages for people, on threads that a starving event loop can neither fake nor block.
 
 /livez     200 while the service gets ahead: its event loop ticks, and what it waits for is not overdue. Busy is not dead.
-/readyz    200 while it can take work, else 503 with the reason.
+/readyz    200 while it is live and can take work, else 503 with the reason; an event loop that is stuck is told sooner than at /livez.
 /metrics   Prometheus' text format, or OpenMetrics for those who accept it.
 /debug/... what a service has to tell beside them, as JSON.
 """
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_EVERY_S = 0.02  # short, so that no stall that a client could notice falls between two beats
 STALLED_S = 10.0  # an event loop that has not run for this long is stuck; a busy one comes round many times a second
+UNREADY_S = 5.0  # and after this long gets no new work: traffic goes elsewhere before the process is ended
 MAX_CONNECTIONS = 32  # beyond them the oldest is cut off, so that those who open and say nothing do not keep probes out
 SOCKET_TIMEOUT_S = 5.0
 STOP_POLL_S = 0.05  # how soon the server notices that it should stop
@@ -46,8 +47,8 @@ Probe = Callable[[], str | None]  # None when all is well, else what is not; cal
 class Heartbeat:
     """Of an event loop: `beat` runs on it, whoever calls the heartbeat learns whether it still does."""
 
-    def __init__(self, registry: CollectorRegistry, stalled_s: float = STALLED_S) -> None:
-        self._stalled_s = stalled_s
+    def __init__(self, registry: CollectorRegistry, stalled_s: float = STALLED_S, unready_s: float = UNREADY_S) -> None:
+        self._stalled_s, self._unready_s = stalled_s, unready_s
         self._lag = Histogram(
             "lockstep_event_loop_lag_seconds",
             "How late the event loop ran a timer: what everything on it had to wait.",
@@ -64,17 +65,34 @@ class Heartbeat:
             self._lag.observe(max(time.monotonic() - self._at - BEAT_EVERY_S, 0.0))
 
     def __call__(self) -> str | None:
+        """Whether it lives."""
+        return self._silent(self._stalled_s)
+
+    def ready(self) -> str | None:
+        """Whether it may be given something to do."""
+        return self._silent(self._unready_s)
+
+    def _silent(self, most_s: float) -> str | None:
         silent_s = time.monotonic() - self._at
-        return f"the event loop has not run for {silent_s:.1f} s" if silent_s > self._stalled_s else None
+        return f"the event loop has not run for {silent_s:.1f} s" if silent_s > most_s else None
 
 
 class AdminServer:
     """Listens from the start, answers from `start` on."""
 
     def __init__(
-        self, host: str, port: int, registry: CollectorRegistry, live: Sequence[Probe], ready: Probe, pages: Mapping[str, Page] = NO_PAGES
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        live: Sequence[Probe],
+        ready: Sequence[Probe],
+        pages: Mapping[str, Page] = NO_PAGES,
     ) -> None:
-        """`live`: all must be well. `pages`: by path. Raises LockstepError when the port cannot be had; 0 lets the kernel pick."""
+        """live: all must be well, and to be ready `ready`, too. pages: by path. port: 0 lets the kernel pick.
+
+        Raises LockstepError when the port cannot be had.
+        """
         try:
             self._server = _Server(host, port)
         except OSError as error:
@@ -103,7 +121,7 @@ async def admin(
     """
     heartbeat = Heartbeat(registry)
     live = (heartbeat, progress) if progress else (heartbeat,)
-    server = AdminServer(settings.host, settings.admin_port, registry, live, ready, pages)
+    server = AdminServer(settings.host, settings.admin_port, registry, live, (heartbeat.ready, ready), pages)
     beating = asyncio.create_task(heartbeat.beat())
     server.start()
     try:
@@ -114,7 +132,7 @@ async def admin(
 
 
 def _application(
-    registry: CollectorRegistry, live: Sequence[Probe], ready: Probe, pages: Mapping[str, Page]
+    registry: CollectorRegistry, live: Sequence[Probe], ready: Sequence[Probe], pages: Mapping[str, Page]
 ) -> Callable[..., Iterable[bytes]]:
     """The WSGI application."""
     metrics = make_wsgi_app(registry)
@@ -130,14 +148,14 @@ def _application(
             case "/livez":
                 return probe(live, start_response)
             case "/readyz":
-                return probe((ready,), start_response)
+                return probe((*live, *ready), start_response)
             case path if path in pages:
                 return text("200 OK", json.dumps(pages[path](), indent=1) + "\n", start_response, "application/json")
             case _:
                 return text("404 Not Found", ", ".join(("/livez", "/readyz", "/metrics", *pages)) + "\n", start_response)
 
     def probe(probes: Sequence[Probe], start_response: Callable[..., object]) -> Iterable[bytes]:
-        reasons = [reason for reason in (each() for each in probes) if reason is not None]
+        reasons = dict.fromkeys(reason for reason in (each() for each in probes) if reason is not None)  # each once
         if reasons:
             return text("503 Service Unavailable", "; ".join(reasons) + "\n", start_response)
         return text("200 OK", "ok\n", start_response)

@@ -159,6 +159,7 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
+                changed.set()  # so that its health tells
                 await hand_over()
             generation.end_sessions()
             for task in (running, stopping):

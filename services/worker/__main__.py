@@ -73,6 +73,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
 
     async def until_drained(service: ExecutionService) -> None:
         await stop.wait()
+        await healthy.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await service.drain(settings.drain_s)
 
     server = grpc.aio.server(options=SERVER_OPTIONS)

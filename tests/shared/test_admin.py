@@ -36,7 +36,7 @@ def well() -> None:
 def serving(
     *live: Probe, ready: Probe = well, registry: CollectorRegistry | None = None, pages: Mapping[str, Page] = NO_PAGES
 ) -> Iterator[str]:
-    server = AdminServer("127.0.0.1", 0, registry or CollectorRegistry(), live, ready, pages)
+    server = AdminServer("127.0.0.1", 0, registry or CollectorRegistry(), live, (ready,), pages)
     server.start()
     try:
         yield f"http://127.0.0.1:{server.port}"
@@ -52,7 +52,7 @@ def test_probes_say_why_not() -> None:
     with serving(well, lambda: "plan 7 is overdue", lambda: "no tick", ready=lambda: "loading weights") as url:
         live, ready = get(f"{url}/livez"), get(f"{url}/readyz")
     assert (live.status_code, live.text) == (503, "plan 7 is overdue; no tick\n")
-    assert (ready.status_code, ready.text) == (503, "loading weights\n")
+    assert (ready.status_code, ready.text) == (503, "plan 7 is overdue; no tick; loading weights\n")
 
 
 def test_pages_are_json_made_at_each_call_and_a_broken_one_costs_one_answer() -> None:
@@ -78,6 +78,26 @@ def test_other_paths_and_methods_are_refused() -> None:
     with serving() as url:
         assert get(f"{url}/").status_code == 404
         assert httpx.post(f"{url}/livez", trust_env=False).status_code == 405
+
+
+async def test_a_stuck_event_loop_is_unready_before_it_is_dead() -> None:
+    heartbeat = Heartbeat(new_registry("test"), stalled_s=60, unready_s=0.2)
+    beating = asyncio.create_task(heartbeat.beat())
+    with serving(heartbeat, ready=heartbeat.ready) as url:
+        assert (await asyncio.to_thread(get, f"{url}/readyz")).status_code == 200
+        deadline = time.monotonic() + 10
+        while (answer := get(f"{url}/readyz")).status_code == 200:  # this blocks the event loop
+            assert time.monotonic() < deadline
+        assert "the event loop has not run for" in answer.text
+        assert get(f"{url}/livez").status_code == 200
+    beating.cancel()
+
+
+def test_what_is_not_live_is_not_ready() -> None:
+    with serving(lambda: "a step is overdue") as url:
+        assert [(answer.status_code, answer.text) for answer in (get(f"{url}/livez"), get(f"{url}/readyz"))] == [
+            (503, "a step is overdue\n")
+        ] * 2
 
 
 async def test_k8s_03_a_stuck_event_loop_is_seen_from_outside_and_a_live_one_too() -> None:
@@ -147,7 +167,7 @@ async def test_it_stops_cleanly_and_frees_its_port() -> None:
 
 def test_a_taken_port_is_named() -> None:
     with serving() as url, pytest.raises(LockstepError, match=r"admin_port: cannot listen on 127\.0\.0\.1:"):
-        AdminServer("127.0.0.1", int(url.rsplit(":")[-1]), CollectorRegistry(), (), well)
+        AdminServer("127.0.0.1", int(url.rsplit(":")[-1]), CollectorRegistry(), (), (well,))
 
 
 def test_a_batch_histogram_counts_like_the_library_and_its_twin_is_the_same() -> None:
