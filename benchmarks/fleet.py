@@ -20,6 +20,7 @@ MOST_TOKENS = 1_100  # that a request may have, so that its slot's pages are the
 START_S = 120.0  # for all requests to run
 
 STEPS, BUSY, IDLE = "lockstep_worker_step_seconds_count", "lockstep_worker_busy_seconds_total", "lockstep_worker_idle_seconds_total"
+RUNNING = "lockstep_num_requests_running"
 CPU, PLANNED, PLANNING = "process_cpu_seconds_total", "lockstep_scheduler_planning_seconds_count", "lockstep_scheduler_planning_seconds_sum"
 
 
@@ -70,11 +71,11 @@ async def _load(worker_port: int, scheduler: dict[str, int], requests: int, seco
             await asyncio.sleep(0)
 
         async def read() -> Reading:
-            own = await counters(http, scheduler["admin"], "lockstep_") | await counters(http, scheduler["admin"], "process_cpu")
-            return Reading(asyncio.get_running_loop().time(), await counters(http, worker_port, "lockstep_worker_"), own, client.tokens)
+            own = await counters(http, scheduler["admin"], CPU, PLANNED, PLANNING)
+            return Reading(asyncio.get_running_loop().time(), await counters(http, worker_port, STEPS, BUSY, IDLE), own, client.tokens)
 
         async with asyncio.timeout(START_S):
-            while (await read()).scheduler["lockstep_num_requests_running"] < requests:
+            while (await counters(http, scheduler["admin"], RUNNING))[RUNNING] < requests:
                 await asyncio.sleep(0.2)
         before = await read()
         await asyncio.sleep(seconds)
