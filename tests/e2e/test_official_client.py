@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.e2e.stack import Stack
@@ -92,3 +93,29 @@ def test_smp_01_temperature_zero_is_greedy(stack: Stack) -> None:
 def test_smp_04_a_very_small_temperature_is_greedy(stack: Stack, temperature: float) -> None:
     greedy = stack.complete("Once upon", temperature=0, max_tokens=20)
     assert stack.complete("Once upon", temperature=temperature, seed=1, max_tokens=20) == greedy
+
+
+def test_smp_03_choices_of_a_seed_differ_and_come_again(stack: Stack) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    request: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 1.0, "n": 4, "seed": 3, "max_tokens": 12}
+    first, second = ([choice.message.content for choice in stack.openai.chat.completions.create(**request).choices] for _ in range(2))
+    assert first == second
+    assert len({*first}) > 1
+
+
+def test_api_13_legacy_defaults(stack: Stack) -> None:
+    whole = stack.openai.completions.create(model="tiny", prompt="Once upon", extra_body={"ignore_eos": True})
+    assert whole.usage is not None
+    assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (16, "length")
+    chunks = list(stack.openai.completions.create(model="tiny", prompt="Once upon", stream=True))
+    assert {each.object for each in (whole, *chunks)} == {"text_completion"}
+    assert all(each.id.startswith("cmpl-") for each in (whole, *chunks))
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+    ]
+    for arguments, param in refused:
+        with pytest.raises(openai.BadRequestError) as error:
+            stack.openai.completions.create(model="tiny", prompt="hi", **arguments)
+        assert error.value.param == param
