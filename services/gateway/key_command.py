@@ -8,7 +8,7 @@ from pathlib import Path
 from services.gateway import keys
 from shared.errors import ConfigError
 
-PROGRAM = "lockstep-gateway key"
+PROGRAM = "python -m services.gateway key"
 
 
 def make_key(arguments: Sequence[str]) -> int:
