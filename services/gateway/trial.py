@@ -11,6 +11,7 @@ Prints what it saw; ends with 1 and the reason when that is not as it should be.
 import argparse
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shared.errors import LockstepError
 
 TIMEOUT_S = 120.0
+METRICS_S = 10.0
 LONG_TOKENS = 200  # of the answer in whose middle a worker is deleted
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -83,14 +85,24 @@ def stream(given: argparse.Namespace) -> None:
 
 
 def metrics(given: argparse.Namespace) -> None:
+    url = urllib3.util.parse_url(given.metrics)
     try:
-        text = urllib3.request("GET", given.metrics, timeout=TIMEOUT_S, retries=False).data.decode()
-    except urllib3.exceptions.HTTPError as error:
-        raise TrialError(f"{given.metrics} cannot be reached: {error}") from error
-    samples = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+        found = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise TrialError(f"{given.metrics}: {error}") from error
+    samples: set[str] = set()
+    silent: list[str] = []
+    for *_, (address, *_) in found:  # of several schedulers, of which one leads and has the series; one may just have gone
+        host = f"[{address}]" if ":" in str(address) else str(address)
+        try:
+            text = urllib3.request("GET", f"http://{host}:{url.port}{url.path}", timeout=METRICS_S, retries=False).data.decode()
+        except urllib3.exceptions.HTTPError as error:
+            silent.append(f", and cannot be reached: {error}")
+            continue
+        samples |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     missing = {"lockstep_num_requests_running", "lockstep_num_requests_waiting", "lockstep_kv_cache_usage_perc"} - samples
     if missing:
-        raise TrialError(f"{given.metrics} lacks {', '.join(sorted(missing))}")
+        raise TrialError(f"{given.metrics} lacks {', '.join(sorted(missing))}{''.join(silent)}")
     print(f"{len(samples)} series at {given.metrics}")
 
 
