@@ -298,8 +298,10 @@ async def test_api_09_n_choices(stack: Stack) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] <= single
     assert {choice["message"]["content"] for choice in (await stack.chat(n=3, temperature=0)).json()["choices"]} == {"hello"}
     stack.scheduler.submits.clear()
+    messages = stack.scheduler.messages
     await stack.complete(prompt=[[5], [6]], n=2)
     assert stack.scheduler.prompts == [[5], [5], [6], [6]]
+    assert stack.scheduler.messages == messages + 1  # so that they can enter one step
 
 
 async def test_smp_03_seeds_of_choices_differ_and_come_again(stack: Stack) -> None:

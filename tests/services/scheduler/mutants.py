@@ -118,7 +118,7 @@ MUTANTS = (
         "requests of a lost group go on",
         "scheduler",
         "Scheduler.remove_group",
-        "self._place_anew([request for request in requests if request.end is None], now, hold=True)",
+        "self._place_anew(going_on, now, hold=True)",
         "pass",
     ),
     Mutant(
