@@ -8,14 +8,14 @@ import pytest
 from tests.e2e.chaos import Chaos, Rest, chaotic_stack, show
 
 REQUESTS = 2_000
-MORE_DESCRIPTORS, MORE_BYTES = 4, 64 << 20  # than before, of connections that are just closing and of caches that have filled
+MORE_DESCRIPTORS, MORE_BYTES = 8, 64 << 20  # than before, of connections that are just closing and of caches that have filled
 
 
 @pytest.mark.timeout(400)
 def test_sch_08_nothing_is_lost_while_everything_breaks(tmp_path: Path) -> None:
     with chaotic_stack(tmp_path) as stack:
         before, begun = Rest.of(stack), time.monotonic()
-        chaos = Chaos(stack, seed=1)
+        chaos = Chaos(stack, seed=1, break_every_s=0.3)
         chaos.run(REQUESTS, lambda outcome: None)
         seconds, after = time.monotonic() - begun, Rest.of(stack)
     outcome = chaos.outcome
