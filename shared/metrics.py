@@ -7,6 +7,8 @@ import importlib.metadata
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +81,7 @@ class BatchHistogram(Collector):
     class Child:
         def __init__(self, bounds: tuple[float, ...]) -> None:
             self._bounds, self._bounds_array = bounds, np.array(bounds)
-            self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
+            self._counts = [0] * (len(bounds) + 1)  # a list: adding to one number of an array costs ten times as much
             self._sum = 0.0
             self._lock = threading.Lock()
 
@@ -92,16 +94,16 @@ class BatchHistogram(Collector):
 
         def observe_all(self, values: NDArray[np.float64]) -> None:
             """values: `[N]`, N may be 0."""
-            counts = np.bincount(np.searchsorted(self._bounds_array, values), minlength=len(self._counts))
+            counts = np.bincount(np.searchsorted(self._bounds_array, values), minlength=len(self._counts)).tolist()
             total = float(values.sum())
             with self._lock:
-                self._counts += counts
+                self._counts = list(map(add, self._counts, counts))
                 self._sum += total
 
         def snapshot(self) -> tuple[list[float], float]:
             """Counts as the exposition wants them, cumulative, and the sum."""
             with self._lock:
-                return np.cumsum(self._counts).astype(float).tolist(), self._sum
+                return list(map(float, accumulate(self._counts))), self._sum
 
 
 class Twins(Collector):

@@ -26,7 +26,7 @@ class ScoredToken(NamedTuple):
     score: Score | None  # None of a prompt's first token, which nothing goes before
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: that costs three times as much, and there is one for each token
 class Delta:
     """New text of one choice, with the tokens that begin in it; at its end with the reason."""
 
@@ -103,7 +103,9 @@ class Choice:
         if self.finish_reason is not None:
             self.generation.close(self.completion_tokens)
         self._shown += len(text)
-        return Delta(self.index, text, self.finish_reason, self._begun_tokens()) if text or self.finish_reason else None
+        if not text and self.finish_reason is None:
+            return None
+        return Delta(self.index, text, self.finish_reason, self._begun_tokens() if self._tokens else ())
 
     def _repeat_prompt(self) -> str:
         """At the beginning. Raises GenerationFailed when the prompt's log-probabilities have not come."""
@@ -121,13 +123,16 @@ class Choice:
         return echo.text
 
     def _show(self, ids: list[int]) -> str:
+        if not self._one_by_one:
+            self.completion_tokens += len(ids)
+            return self._detokenizer.push(ids)
         text = ""
-        for piece in [[each] for each in ids] if self._one_by_one else [ids]:
-            piece_text = self._detokenizer.push(piece)
+        for id_ in ids:
+            token_text = self._detokenizer.push([id_])
             if self._has_scores:
-                self._add_token(ScoredToken(piece[0], piece_text, self.generation.scores[self.completion_tokens]))
-            text += self._matcher.push(piece_text)
-            self.completion_tokens += len(piece)
+                self._add_token(ScoredToken(id_, token_text, self.generation.scores[self.completion_tokens]))
+            text += self._matcher.push(token_text)
+            self.completion_tokens += 1
             if self._matcher.matched:
                 self.finish_reason = "stop"
                 break
@@ -175,6 +180,7 @@ class Answer:
         self._wake = wake
         self._patience = patience
         self._on_tokens, self._on_sent = on_tokens, on_sent
+        self._unfinished = len(choices)
         self._unsent: list[float] = []  # when the oldest tokens of the last deltas came
         self._quiet_since = 0.0
         self._tokens_at, self._has_tokens = asyncio.get_running_loop().time(), False  # when the last came, if any did
@@ -183,14 +189,14 @@ class Answer:
     @property
     def finished(self) -> bool:
         """All choices have ended."""
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return not self._unfinished
 
     @property
     def usage(self) -> Usage:
         """Prompts, each counted once, and the completions of all choices, as far as they have come."""
         firsts = [choice.generation for choice in self.choices[:: self._choices_per_prompt]]
         return Usage(
-            prompt_tokens=sum(len(generation.submit.prompt_ids) // 4 for generation in firsts),
+            prompt_tokens=sum(generation.prompt_tokens for generation in firsts),
             completion_tokens=sum(choice.completion_tokens for choice in self.choices),
             cached_tokens=sum(generation.cached_tokens for generation in firsts),
         )
@@ -208,13 +214,16 @@ class Answer:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if loop.time() >= self.deadline:
+            now = loop.time()
+            if now >= self.deadline:
                 raise TimedOut("the request took too long")
-            deltas = [delta for choice in self.choices if (delta := self._advance(choice))]
-            if not deltas and loop.time() >= self._given_up_at:
-                raise TimedOut(f"no token has come for {loop.time() - self._tokens_at:.0f} s")
-            if deltas or loop.time() >= self._due:
+            deltas = [delta for choice in self.choices if (delta := self._advance(choice, now))]
+            if deltas:
                 return deltas
+            if now >= self._given_up_at:
+                raise TimedOut(f"no token has come for {now - self._tokens_at:.0f} s")
+            if now >= self._due:
+                return []
 
     def close(self) -> None:
         """Cancels what has not finished."""
@@ -224,14 +233,15 @@ class Answer:
         for choice in self.choices:
             choice.generation.close()
 
-    def _advance(self, choice: Choice) -> Delta | None:
+    def _advance(self, choice: Choice, now: float) -> Delta | None:
         before, arrived_at = choice.completion_tokens, choice.generation.arrived_at
         delta = choice.advance()
         if choice.completion_tokens > before:
             self._on_tokens(choice.index, choice.completion_tokens - before)
-            self._tokens_at, self._has_tokens = asyncio.get_running_loop().time(), True
-        if delta:
+            self._tokens_at, self._has_tokens = now, True
+        if delta is not None:
             self._unsent.append(arrived_at)
+            self._unfinished -= delta.finish_reason is not None
         return delta
 
     def _sent(self) -> None:

@@ -116,6 +116,7 @@ class Edge:
         logs.bind(request_id=request_id)
         state["deadline"] = asyncio.get_running_loop().time() + self._timeout_s
         state["metrics"] = metrics = self._metrics.request(scope["path"])
+        state["send"] = send  # for what follows the start of an answer, which is all that the layers inside look at
         status = 0
 
         async def send_with_id(message: Message) -> None:

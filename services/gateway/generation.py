@@ -10,7 +10,7 @@ from services.gateway.errors import ClientGone, GenerationFailed, InvalidRequest
 from services.gateway.scores import Score, scores
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import Finished, FinishReason, Rejected, RejectReason, Submit, Tokens
-from shared.protocol.plan import PlanError, ids_from_bytes, ids_to_bytes
+from shared.protocol.plan import PlanError, id_list, ids_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class Generation:
         """on_close: told once, with the number of ids that count, and whether they are the whole answer. on_broken: another attempt is
         needed."""
         self.submit = submit
+        self.prompt_tokens = len(submit.prompt_ids) // 4  # once: each look at the field copies it
+        self._has_scores, self._has_prompt_scores = submit.HasField("logprobs"), submit.HasField("prompt_logprobs")
         self.sent = False  # some attempt
         self._moves = 0  # that nobody planned, at schedulers and between them
         self._submitted_at = time.monotonic()
@@ -125,19 +127,20 @@ class Generation:
             return
         self._moves = max(self._moves, tokens.unplanned_moves)
         self._cached(tokens.cached_tokens)
+        first = tokens.first_index
         try:
-            ids = ids_from_bytes(tokens.ids).tolist()
-            new_scores = scores(tokens.logprobs, len(ids)) if self.submit.HasField("logprobs") else []
-            if tokens.HasField("prompt_logprobs"):
+            ids = id_list(tokens.ids)
+            new_scores = scores(tokens.logprobs, len(ids)) if self._has_scores else []
+            if self._has_prompt_scores and tokens.HasField("prompt_logprobs"):
                 self._accept_prompt_scores(tokens)
         except (PlanError, ProtocolError) as error:
             self._broken(str(error))
             return
-        known = self.ids[tokens.first_index : tokens.first_index + len(ids)]
-        if tokens.first_index > len(self.ids):
-            self._broken(f"ids from {tokens.first_index} on, where {len(self.ids)} should follow")
+        known = self.ids[first : first + len(ids)]
+        if first > len(self.ids):
+            self._broken(f"ids from {first} on, where {len(self.ids)} should follow")
         elif ids[: len(known)] != known:
-            self._broken(f"other ids from {tokens.first_index} on than before")
+            self._broken(f"other ids from {first} on than before")
         else:
             self.scores += new_scores[len(known) :]
             self._accept(ids[len(known) :])
@@ -165,7 +168,7 @@ class Generation:
             self.fail(rejection(rejected))
 
     def _cached(self, tokens: int) -> None:
-        self.cached_tokens = max(self.cached_tokens, min(tokens, len(self.submit.prompt_ids) // 4))
+        self.cached_tokens = max(self.cached_tokens, min(tokens, self.prompt_tokens))
 
     def _accept_prompt_scores(self, tokens: Tokens) -> None:
         """Raises ProtocolError unless they follow those that are here; another attempt brings them anew."""

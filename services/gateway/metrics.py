@@ -123,6 +123,7 @@ class RequestMetrics:
         self._metrics, self._endpoint = metrics, endpoint
         self._model_name, self._stream = UNKNOWN_MODEL, False
         self._itl: BatchHistogram.Child | None = None  # once it has tokens
+        self._delay: BatchHistogram.Child | None = None  # if it is a stream
         self._last_token_at: dict[int, float] = {}  # by choice
         self._inflight = metrics._inflight.labels(endpoint)
         self._inflight.inc()
@@ -130,6 +131,8 @@ class RequestMetrics:
     def accepted(self, stream: bool) -> None:
         """It is for a model of ours."""
         self._model_name, self._stream = self._metrics.model_name, stream
+        if stream:
+            self._delay = self._metrics._delay.labels(self._model_name, self._endpoint)
 
     def tokens(self, choice: int, count: int) -> None:
         """So many tokens have come for a choice, together."""
@@ -137,14 +140,14 @@ class RequestMetrics:
         if self._itl is None:
             self._itl = self._metrics._itl.labels(self._model_name, self._endpoint)
             self._metrics._ttft.labels(self._model_name, self._endpoint).observe(now - self.begun_at)
-        elif choice in self._last_token_at:
-            self._itl.observe((now - self._last_token_at[choice]) / count, times=count)
+        elif (last := self._last_token_at.get(choice)) is not None:
+            self._itl.observe((now - last) / count, count)
         self._last_token_at[choice] = now
 
     def sent(self, delay_s: float) -> None:
         """Text of a stream has been handed to its connection, so long after the first of its tokens came."""
-        if self._stream:
-            self._metrics._delay.labels(self._model_name, self._endpoint).observe(delay_s)
+        if self._delay is not None:
+            self._delay.observe(delay_s)
 
     def used(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         """What its answer used."""

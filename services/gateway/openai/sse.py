@@ -93,7 +93,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            await self._send_deltas(send)
+            await self._send_deltas(self._request.state.send)  # not through every layer once a token
             last = self._closing(self._answer).encode() + DONE
         except ClientGone:
             raise

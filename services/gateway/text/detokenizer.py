@@ -1,6 +1,8 @@
 """Token ids to text, a few at a time: never half a character, at a cost that does not grow with the answer."""
 
-from collections.abc import Callable
+import codecs
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -9,8 +11,35 @@ MAX_INCOMPLETE_TOKENS = 16  # more tokens than any character has bytes: what is 
 MAX_CHARACTER_BYTES = 4  # so the incomplete character at the end lies in the last 3 tokens
 
 
-class Detokenizer:
-    """Text of one answer. The pieces that it gives, joined, are the decoding of all ids without special tokens.
+class Detokenizer(Protocol):
+    """Text of one answer. The pieces that it gives, joined, are the decoding of all ids that are to be seen."""
+
+    def push(self, ids: list[int]) -> str:
+        """The text that is certain with these ids; "" while a character is incomplete."""
+
+    def flush(self) -> str:
+        """The rest, at the end of the answer, as it is."""
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies. It runs once a token: asking the tokenizer costs six times as much."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes], hidden: frozenset[int]) -> None:
+        """hidden: ids that show no text."""
+        self._bytes, self._hidden = token_bytes, hidden
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, ids: list[int]) -> str:
+        """The text that is certain with these ids; "" while a character is incomplete."""
+        return self._decode(b"".join([self._bytes[id_] for id_ in ids if id_ not in self._hidden]))
+
+    def flush(self) -> str:
+        """The rest, at the end of the answer, as it is."""
+        return self._decode(b"", True)
+
+
+class ContextDetokenizer:
+    """For every tokenizer.
 
     Decoding looks at neighbours (a leading blank, the bytes of a character), so each new piece is decoded after the ids of the piece
     before, its context; the text that both give is cut off again.

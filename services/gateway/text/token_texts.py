@@ -1,9 +1,8 @@
 """Single tokens as clients see them beside log-probabilities: the bytes they stand for, and a text for those."""
 
-import json
-from typing import Any
-
 from tokenizers import AddedToken, Tokenizer
+
+from services.gateway.text.byte_level import BYTE_LEVEL, byte_alphabet, decoder_kinds
 
 SENTENCEPIECE_BLANK = "▁"
 
@@ -14,8 +13,8 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer, added: dict[int, AddedToken]) -> None:
         self._tokenizer = tokenizer
         self._added = added
-        kinds = _decoder_kinds(json.loads(tokenizer.to_str())["decoder"])
-        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        kinds = decoder_kinds(tokenizer)
+        self._alphabet = byte_alphabet() if BYTE_LEVEL in kinds else None
         self._has_blanks = not kinds.isdisjoint(("Metaspace", "Replace"))
         self._known: dict[int, tuple[str, bytes | None]] = {}  # at most the vocabulary
 
@@ -53,17 +52,3 @@ class TokenTexts:
         if self._has_blanks:
             return token.replace(SENTENCEPIECE_BLANK, " ").encode()
         return self._tokenizer.decode([id_], skip_special_tokens=False).encode()
-
-
-def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
-    """The names of a decoder's parts."""
-    if decoder is None:
-        return set()
-    return {decoder["type"]}.union(*(_decoder_kinds(part) for part in decoder.get("decoders", ())))
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: those that can be printed stand for themselves, the others follow from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.byte_level import BYTE_LEVEL, TokenBytes, decoder_kinds
+from services.gateway.text.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
 from services.gateway.text.token_texts import TokenTexts
 from shared.errors import ConfigError
 
@@ -62,6 +63,7 @@ class TextTokenizer:
         self._control_ids = frozenset(control.values())
         self._hidden_ids = frozenset(id_ for id_, each in added.items() if each.special)
         self.token_texts = TokenTexts(self._tokenizer, added)
+        self._token_bytes = TokenBytes(self._tokenizer) if decoder_kinds(self._tokenizer) == {BYTE_LEVEL} else None
         self._prefix_length = len(self._tokenizer.encode("", add_special_tokens=True).ids)  # BOS, where it is put before a prompt
         self.special_texts = frozenset(str(each) for each in added.values() if each.special)
         self._plain = _without_added_tokens(self._tokenizer, control)
@@ -96,7 +98,7 @@ class TextTokenizer:
 
     def prompt_pieces(self, ids: list[int], is_text: bool) -> list[str]:
         """The text of each token of a prompt; none of what `encode_prompt` has put before a text."""
-        detokenizer = Detokenizer(self._tokenizer, lambda id_: id_ < self._known_ids)
+        detokenizer = self._detokenizer(frozenset())
         hidden = self._prefix_length if is_text else 0
         pieces = [""] * hidden + [detokenizer.push([id_]) for id_ in ids[hidden:]]
         return [*pieces[:-1], pieces[-1] + detokenizer.flush()]
@@ -123,8 +125,12 @@ class TextTokenizer:
 
     def detokenizer(self, shown: Iterable[str] = ()) -> Detokenizer:
         """A new one, for one answer, which hides all special tokens but those that are to be shown."""
-        hidden = self._hidden_ids.difference(map(self._tokenizer.token_to_id, shown))
-        return Detokenizer(self._tokenizer, lambda id_: id_ < self._known_ids and id_ not in hidden)
+        return self._detokenizer(self._hidden_ids.difference(map(self._tokenizer.token_to_id, shown)))
+
+    def _detokenizer(self, hidden: frozenset[int]) -> Detokenizer:
+        if self._token_bytes is not None:
+            return ByteDetokenizer(self._token_bytes, hidden)
+        return ContextDetokenizer(self._tokenizer, lambda id_: id_ < self._known_ids and id_ not in hidden)
 
     def _pieces(self, rendered: str, marks: Marks) -> Iterator[tuple[str, bool]]:
         """The rendered chat without its marks, in pieces; True for a control token that is plain text.

@@ -21,6 +21,7 @@ from shared.protocol.plan import (
     check,
     decode,
     encode,
+    id_list,
     ids_from_bytes,
     ids_to_bytes,
 )
@@ -246,9 +247,10 @@ def test_a_step_has_a_token_budget() -> None:
 def test_token_ids_travel_as_little_endian_int32(ids: list[int]) -> None:
     data = ids_to_bytes(ids)
     assert data == b"".join(each.to_bytes(4, "little", signed=True) for each in ids)
-    assert ids_from_bytes(data).tolist() == ids
+    assert ids_from_bytes(data).tolist() == id_list(data) == ids
 
 
 def test_half_a_token_id_is_refused() -> None:
-    with pytest.raises(PlanError):
-        ids_from_bytes(b"\0\0\0")
+    for read in (ids_from_bytes, id_list):
+        with pytest.raises(PlanError):
+            read(b"\0\0\0")
