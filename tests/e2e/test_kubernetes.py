@@ -14,6 +14,8 @@ from tests.e2e.stack import Service, Stack
 from tests.e2e.test_recovery import WITHIN_S, Streams, serving, standby
 from tests.processes import eventually
 
+pytestmark = pytest.mark.timeout(300)  # leases last as long as in earnest
+
 NAMESPACE, SERVICE, LEASE = "models", "lockstep-worker", "lockstep-scheduler"
 TAKEN_OVER_S = 5.0  # from the end of a leader to its successor's first group: 3 s of the lease, the rest for all else
 DISCOVERY = (f"--leadership=lease:{NAMESPACE}/{LEASE}", f"--worker-service={NAMESPACE}/{SERVICE}")
