@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-
 POLL_S = 0.02
 
 
