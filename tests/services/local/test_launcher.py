@@ -119,7 +119,7 @@ def test_a_gateway_is_started_again(serve: Serve) -> None:
     run = restarted(launched, launched.ready(), "gateway")
     eventually(lambda: httpx.get(f"{run['url']}/health").is_success)
     log = (Path(run["logs"]) / "gateway.log").read_text()
-    assert log.count("session with the scheduler at") == 2  # it goes on
+    assert log.count("] session with the scheduler at") >= 2  # it goes on
 
 
 def test_a_standby_takes_over(serve: Serve) -> None:

@@ -133,7 +133,7 @@ async def test_jumps_alternate_with_what_they_overtake(four: Worker) -> None:
     async with execution(four.port, stream=3, group="sim-1") as stream:
         stream.send(prefill(1))
         for plan_id in range(2, 12):
-            stream.send(decode(plan_id, 0, iterations=2))
+            stream.send(decode(plan_id, 0, iterations=8))
         for slot in (1, 2, 3):
             stream.send(prefill(20 + slot, slot, jump=True))
         answers = sorted(await results(stream, 14), key=lambda answer: answer.start_us)
