@@ -295,7 +295,7 @@ async def _addresses(targets: Sequence[str]) -> dict[str, str]:
             unknown = OSError(f"{host}: {error.strerror or error}")
             continue
         for *_, (address, *_) in answers:
-            found[f"[{address!s}]:{port}" if ":" in str(address) else f"{address!s}:{port}"] = host
+            found[rpc.host_port(str(address), int(port))] = host
     if not found and unknown is not None:
         raise unknown
     return found

@@ -27,6 +27,7 @@ from services.local.child import Child, environment
 from services.local.loading import POLL_EVERY_S, POLL_TIMEOUT_S, until_loaded
 from services.local.progress import StartupProgress
 from shared.errors import ConfigError, LockstepError
+from shared.rpc import host_port
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -97,10 +98,10 @@ class Launcher:
         try:
             model = options.model or await self._demo_model()
             names = options.served_model_names or (model.name,)
-            url = f"http://{at(ANYWHERE.get(options.host, options.host), port)}"
+            url = f"http://{host_port(ANYWHERE.get(options.host, options.host), port)}"
             with StartupProgress(self.console) as progress:
                 ports = await self._start(model, names, port, progress)
-                await self._unless_over(until_loaded(at(LOOPBACK, ports["worker"]), progress))
+                await self._unless_over(until_loaded(host_port(LOOPBACK, ports["worker"]), progress))
                 progress.show("waiting for the gateway")
                 await self._unless_over(until_healthy(url))
                 self.children[-1].forward_from = self.forward_from
@@ -119,7 +120,13 @@ class Launcher:
     async def _start(self, model: Path, names: tuple[str, ...], port: int, progress: StartupProgress) -> dict[str, int]:
         """Starts the three; returns their ports. Each needs the address of the one before."""
         ports = {"worker": await self._start_child("worker", LOOPBACK, ["--model", str(model), *self.options.worker], progress)}
-        scheduler = ["--worker", at(LOOPBACK, ports["worker"]), "--group-wait-s", f"{GROUP_WAIT_S:g}", f"--served-model-name={names[0]}"]
+        scheduler = [
+            "--worker",
+            host_port(LOOPBACK, ports["worker"]),
+            "--group-wait-s",
+            f"{GROUP_WAIT_S:g}",
+            f"--served-model-name={names[0]}",
+        ]
         schedulers = ["scheduler"]
         if self.options.standby:
             shutil.rmtree(self.lease, ignore_errors=True)  # of a launcher that was killed
@@ -127,7 +134,7 @@ class Launcher:
             schedulers.append("scheduler-1")
         for name in schedulers:
             ports[name] = await self._start_child(name, LOOPBACK, scheduler, progress)
-        gateway = [f"--scheduler={at(LOOPBACK, ports[name])}" for name in schedulers]
+        gateway = [f"--scheduler={host_port(LOOPBACK, ports[name])}" for name in schedulers]
         gateway += ["--drain-s", f"{DRAIN_S:g}", *(f"--served-model-name={name}" for name in names)]
         gateway += [f"--api-keys={self.options.api_keys}"] if self.options.api_keys is not None else []
         ports["gateway"] = await self._start_child("gateway", self.options.host, gateway, progress, port)
@@ -245,11 +252,6 @@ async def until_healthy(url: str) -> None:
             await asyncio.sleep(POLL_EVERY_S)
 
 
-def at(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def free_port(host: str, port: int) -> int:
     """The port, or one that the kernel picks for 0, if one could listen there now. Raises ConfigError if not."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -258,7 +260,7 @@ def free_port(host: str, port: int) -> int:
             probe.bind((host, port))
             probe.listen()
         except OSError as error:
-            raise ConfigError(f"cannot listen on {at(host, port)}: {error.strerror}; choose with --host and --port") from error
+            raise ConfigError(f"cannot listen on {host_port(host, port)}: {error.strerror}; choose with --host and --port") from error
         return int(probe.getsockname()[1])
 
 

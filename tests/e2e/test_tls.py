@@ -8,19 +8,13 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.certificates import write_certificates
 from tests.e2e.stack import Stack
 
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
-    folder = tmp_path / "tls"
-    folder.mkdir()
-    authority = trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1")
-    (folder / "tls.key").write_bytes(certificate.private_key_pem.bytes())
-    (folder / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
-    (folder / "ca.crt").write_bytes(authority.cert_pem.bytes())
-    return folder
+    return write_certificates(tmp_path / "tls", trustme.CA(), "127.0.0.1")
 
 
 def test_services_talk_over_mutual_tls(start_stack: Callable[..., Stack], weightless_model: Path, certificates: Path) -> None:

@@ -11,15 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from shared import rpc
 from shared.errors import ConfigError
 from shared.tls import server_credentials
-
-
-def write(folder: Path, authority: trustme.CA, name: str = "localhost") -> Path:
-    folder.mkdir(exist_ok=True)
-    certificate = authority.issue_cert(name)
-    (folder / "tls.key").write_bytes(certificate.private_key_pem.bytes())
-    (folder / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
-    (folder / "ca.crt").write_bytes(authority.cert_pem.bytes())
-    return folder
+from tests.certificates import write_certificates
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +21,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def server_folder(tmp_path: Path, authority: trustme.CA) -> Path:
-    return write(tmp_path / "server", authority)
+    return write_certificates(tmp_path / "server", authority, "localhost")
 
 
 @pytest.fixture
@@ -54,22 +46,22 @@ async def ask(target: str, tls: Path | None) -> str:
 
 
 async def test_a_peer_of_the_same_authority_is_let_in(target: str, tmp_path: Path, authority: trustme.CA) -> None:
-    assert await ask(target, write(tmp_path / "client", authority)) == "SERVING"
+    assert await ask(target, write_certificates(tmp_path / "client", authority, "localhost")) == "SERVING"
 
 
 async def test_others_are_kept_out(target: str, tmp_path: Path, authority: trustme.CA) -> None:
     assert await ask(target, None) == "UNAVAILABLE"
-    assert await ask(target, write(tmp_path / "stranger", trustme.CA())) == "UNAVAILABLE"
-    mixed = write(tmp_path / "mixed", trustme.CA())  # trusts the server, and is trusted by nobody
+    assert await ask(target, write_certificates(tmp_path / "stranger", trustme.CA(), "localhost")) == "UNAVAILABLE"
+    mixed = write_certificates(tmp_path / "mixed", trustme.CA(), "localhost")  # trusts the server, and is trusted by nobody
     (mixed / "ca.crt").write_bytes(authority.cert_pem.bytes())
     assert await ask(target, mixed) == "UNAVAILABLE"
 
 
 async def test_renewed_files_are_read(target: str, server_folder: Path, tmp_path: Path) -> None:
     renewed = trustme.CA()
-    client = write(tmp_path / "client", renewed)
+    client = write_certificates(tmp_path / "client", renewed, "localhost")
     assert await ask(target, client) == "UNAVAILABLE"
-    write(server_folder, renewed)
+    write_certificates(server_folder, renewed, "localhost")
     assert await ask(target, client) == "SERVING"
 
 

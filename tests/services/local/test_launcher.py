@@ -16,8 +16,9 @@ import httpx
 import psutil
 import pytest
 
-from services.local.launcher import MOST_ENDS, at, free_port, is_loopback
+from services.local.launcher import MOST_ENDS, free_port, is_loopback
 from shared.errors import ConfigError
+from shared.rpc import host_port
 from tests.processes import eventually
 from tests.services.local.launched import Launched
 
@@ -221,6 +222,6 @@ def test_what_is_the_loopback(host: str, expected: bool) -> None:
 
 def test_a_free_port_is_picked_for_0_and_nonsense_is_refused() -> None:
     assert free_port("127.0.0.1", 0) > 0
-    assert at("::1", 80) == "[::1]:80"
+    assert host_port("::1", 80) == "[::1]:80"
     with pytest.raises(ConfigError, match=r"no\.host\.invalid:80"):
         free_port("no.host.invalid", 80)
