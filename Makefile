@@ -9,9 +9,9 @@ MODEL ?=
 IMAGE_PYTHON ?= 3.12
 ENGINE ?= docker
 TAG ?= dev
-# Tests of one file stay together, in order. What takes times must not share the machine with others.
+# Tests of one file stay together, in order. Those marked as timed must not share the machine with others.
 TEST_PROCESSES ?= 2
-TIMED := tests/services/scheduler/test_cost.py
+TEST_ROOM := tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster
 TARGETS ?= gateway scheduler worker worker-cpu
 CUDA_TORCH := $(shell sed -n 's/^ARG CUDA_TORCH=//p' Dockerfile)
 PIP := $(PYTHON) -m pip --disable-pip-version-check
@@ -84,9 +84,8 @@ run: .venv/stamp ## Serve on this machine (MODEL=folder TP=1 PORT=8000; without 
 	@$(BIN)/lockstep serve $(if $(MODEL),'$(MODEL)') --tensor-parallel-size $(TP) --port $(PORT)
 
 test: .venv/stamp ## Run every test that needs nothing but Python packages
-	@$(BIN)/python -m pytest tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster $(TIMED:%=--ignore=%) \
-		--numprocesses=$(TEST_PROCESSES) --dist=loadfile
-	@$(BIN)/python -m pytest $(TIMED)
+	@$(BIN)/python -m pytest $(TEST_ROOM) -m "not timed" --numprocesses=$(TEST_PROCESSES) --dist=loadfile
+	@$(BIN)/python -m pytest $(TEST_ROOM) -m timed
 
 test-system: .venv/stamp ## Run the tests that need root, Debian packages or a registry
 	@$(BIN)/python -m pytest tests/system

@@ -166,6 +166,7 @@ def test_met_05_clients_cannot_make_series(scripted: Callable[..., Stack]) -> No
 PATHS = ("/metrics", "/livez")
 
 
+@pytest.mark.timed
 def test_met_06_k8s_03_probes_answer_and_streams_flow_under_load(scripted: Callable[..., Stack]) -> None:
     stack = scripted(scheduler_args=["--max-waiting-requests", "20"])
     urls = [f"{stack.url}/health"]

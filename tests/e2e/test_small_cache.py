@@ -51,6 +51,7 @@ def at_rest(stack: Stack) -> bool:
     return not any(values[f"lockstep_{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("length, max_tokens", [(100, 5), (40, 100), (65, 1), (64, 2)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_sch_01_what_can_never_fit_is_refused_at_once(stack: Stack, length: int, max_tokens: int, stream: bool) -> None:

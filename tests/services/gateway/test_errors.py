@@ -304,6 +304,7 @@ async def test_too_many_requests(start: Any) -> None:
     assert (await stack.chat()).status_code == 200
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "path, body",
     [

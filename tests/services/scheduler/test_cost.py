@@ -12,6 +12,7 @@ from services.scheduler.steps import StepResult
 from shared.protocol.plan import Limits, Plan
 from tests.services.scheduler.build import METRICS, make_request
 
+pytestmark = pytest.mark.timed
 REPEATS = 20  # of which the best counts: the machine is shared
 PLANS = 60
 
