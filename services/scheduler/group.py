@@ -75,6 +75,7 @@ class Group:
         self.step_times = StepTimes()
         self.num_running = 0
         self.lead_us = 0  # of work queued behind the plan that runs, by estimate
+        self.all_failed_results = 0  # in a row: rows failed, and none brought a token
         self.metrics = metrics
         self._prefill_rate = Throughput()  # of steps with prefill
         self._ended = Meter(0.0)  # requests
@@ -188,6 +189,7 @@ class Group:
             raise ProtocolError(f"a result for plan {result.plan_id}, which is not outstanding")
         self._now = now
         plan.check(result, self.limits.vocab_size)
+        self._count_failures(result.ids)
         oldest = self.passed + 1 == result.plan_id
         self._queued_us -= plan.estimate_us
         self._jumping_us -= plan.estimate_us * plan.jumps
@@ -337,6 +339,13 @@ class Group:
         self.lead_us = self._queued_us - oldest.estimate_us if oldest else 0
 
     # Results
+
+    def _count_failures(self, ids: Int32s) -> None:
+        """Rows without a token that have not failed either, done ones and chunks, tell nothing."""
+        if (ids >= 0).any():
+            self.all_failed_results = 0
+        elif (ids == FAILED_ROW).any():
+            self.all_failed_results += 1
 
     def _confirm(self, plan_id: int, failed: list[int]) -> None:
         """A plan has written what it should, but for the slots whose rows were not finite: nobody uses what those have computed.

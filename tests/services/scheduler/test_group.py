@@ -195,6 +195,24 @@ def test_a_row_without_its_token_ends_with_an_error(token: int, end: Finished) -
     assert harness.group.memory.free == LIMITS.pages - 1
 
 
+def test_results_in_which_every_row_failed_are_counted_until_one_brings_a_token() -> None:
+    harness = Harness(overlap=False)
+
+    def answer(*ids: int) -> int:
+        harness.step(ids=np.array([ids], dtype=np.int32))
+        return harness.group.all_failed_results
+
+    harness.submit(1, [1], 9)
+    harness.submit(2, [2], 9)
+    assert answer(FAILED_ROW) == 1
+    harness.submit(3, [3] * 17, 9)  # a token more than a step takes
+    assert answer(FAILED_ROW) == 2
+    assert answer(NO_TOKEN) == 2  # not its last chunk, which tells nothing
+    harness.submit(4, [4], 9)
+    assert answer(FAILED_ROW, 7) == 0
+    assert answer(FAILED_ROW) == 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [
