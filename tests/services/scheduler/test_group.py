@@ -207,8 +207,8 @@ def test_results_in_which_every_row_failed_are_counted_until_one_brings_a_token(
     assert answer(FAILED_ROW) == 1
     harness.submit(3, [3] * 17, 9)  # a token more than a step takes
     assert answer(FAILED_ROW) == 2
-    assert answer(NO_TOKEN) == 2  # not its last chunk, which tells nothing
     harness.submit(4, [4], 9)
+    assert answer(NO_TOKEN) == 2  # not the prompt's last chunk, which tells nothing
     assert answer(FAILED_ROW, 7) == 0
     assert answer(FAILED_ROW) == 1
 
