@@ -399,6 +399,18 @@ def test_only_the_hops_that_exist_are_allowed(helm: Helm) -> None:
     assert peers == {"gateway": {"scheduler"}, "scheduler": {"gateway", "scheduler", "worker"}, "worker": {"scheduler"}}
 
 
+def test_trials_reach_what_few_others_may(helm: Helm) -> None:
+    stranger = {"namespaceSelector": {"matchLabels": {"team": "web"}}}
+    objects = helm.objects({"networkPolicy": {"clientsFrom": [stranger], "monitoringFrom": [stranger]}})
+    (trial, *_) = (each for each in objects if each["kind"] == "Pod")
+    for component, port in (("gateway", "http"), ("scheduler", "admin")):
+        spec = of_kind(objects, "NetworkPolicy", component)["spec"]
+        peers = [peer for rule in spec["ingress"] if {"port": port} in rule["ports"] for peer in rule["from"]]
+        assert stranger in peers
+        labels = [peer["podSelector"]["matchLabels"] for peer in peers if "podSelector" in peer]
+        assert any(each.items() <= trial["metadata"]["labels"].items() for each in labels)
+
+
 def test_extra_objects_are_templates(helm: Helm) -> None:
     extra = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more", "labels": {}}, "data": {}}
     text = yaml.safe_dump({**extra, "metadata": {"name": "{{ .Release.Name }}-text"}})
