@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ CHART = Path(__file__).parents[2] / "helm/lockstep"
 INSTALL_S = 600.0
 PARTS = "app.kubernetes.io/part-of=lockstep"
 Object = dict[str, Any]
+
+# So that all fit, and a pod more of each during a roll-out, into one small node while the other one is drained.
+SMALL: Object = {
+    f"{component}__resources": {"requests": {"cpu": "100m", "memory": memory}}
+    for component, memory in {"gateway": "256Mi", "scheduler": "128Mi", "worker": "1Gi"}.items()
+}
+COMPONENTS = {"gateway", "scheduler", "worker-cpu"}
+IMAGE = re.compile(r"(?:(?P<registry>.+)/)?lockstep-(?P<component>" + "|".join(sorted(COMPONENTS)) + r"):(?P<tag>[\w.-]+)")
 
 
 def run(*command: str, timeout: float = 120.0, check: bool = True, stdin: str = "") -> str:
@@ -51,9 +60,23 @@ class Release:
 
     def deploy(self, **values: Any) -> None:
         """`helm upgrade --install`; values by dotted names with `__`: `gateway__replicas=2`. Returns when all pods are ready."""
-        settings = {"image": self.images, "worker__mode": "cpu", "worker__settings__kv_cache_memory_bytes": 64 << 20, **values}
+        settings = {"image": self.images, "worker__mode": "cpu", "worker__settings__kv_cache_memory_bytes": 64 << 20, **SMALL, **values}
         flags = [flag for name, value in settings.items() for flag in ("--set-json", f"{name.replace('__', '.')}={json.dumps(value)}")]
         self.helm("upgrade", "--install", self.name, str(CHART), *flags, "--wait", "--timeout", f"{INSTALL_S:.0f}s")
+
+    def uninstall(self) -> None:
+        """Returns when no pod is left that the next installation could take for its own."""
+        self.helm("uninstall", self.name, "--wait")
+        eventually(lambda: not self.objects("pods", PARTS), INSTALL_S)
+
+    def trials(self) -> int:
+        """Runs `helm test`; how many trials have passed. Fails with the words of those that did not."""
+        try:
+            told = self.helm("test", self.name, "--timeout", "5m")
+        except AssertionError as error:
+            words = self.kubectl("logs", "--selector=app.kubernetes.io/component=test", "--prefix", "--tail=20", check=False)
+            raise AssertionError(f"{error}\n{words}") from error
+        return len(re.findall(r"Phase: +Succeeded", told))
 
     def objects(self, kind: str, selector: str = "") -> list[Object]:
         found: list[Object] = json.loads(self.kubectl("get", kind, "--selector", selector, "--output", "json"))["items"]
@@ -113,17 +136,22 @@ class Release:
 
 
 def images_of_the_nodes() -> Object:
-    """Values of `image` under which every node finds the images that it holds."""
+    """Values of `image` under which most nodes that take pods hold all images, or those of LOCKSTEP_IMAGE_TAG."""
     nodes = json.loads(run("kubectl", "get", "nodes", "--output", "json"))["items"]
-    names = {name for node in nodes for image in node["status"].get("images", []) for name in image.get("names") or []}
-    tagged = [match for name in sorted(names) if (match := re.fullmatch(r"(?:(?P<registry>.+)/)?lockstep-gateway:(?P<tag>[\w.-]+)", name))]
-    if not tagged:
-        pytest.fail(f"no node holds an image lockstep-gateway: load the images into the nodes first; they hold {sorted(names)[:20]}")
+    takes_pods = [node for node in nodes if not any(taint["effect"] != "PreferNoSchedule" for taint in node["spec"].get("taints", []))]
+    names = [{name for image in node["status"].get("images", []) for name in image.get("names") or []} for node in takes_pods]
+    held: dict[tuple[str, str], set[tuple[int, str]]] = defaultdict(set)  # by registry and tag: which node has the image of which component
+    for number, each in enumerate(names):
+        for name in each:
+            if match := IMAGE.fullmatch(name):
+                held[match["registry"] or "", match["tag"]].add((number, match["component"]))
     wanted = os.environ.get("LOCKSTEP_IMAGE_TAG")
-    best = next((match for match in tagged if wanted in (None, match["tag"])), None)
-    if best is None:
-        pytest.fail(f"no node holds lockstep-gateway:{wanted}, there are {[match.group() for match in tagged]}")
-    return {"registry": best["registry"] or "", "tag": best["tag"], "pullPolicy": "Never"}
+    whole = [key for key in sorted(held) if {component for _, component in held[key]} == COMPONENTS and wanted in (None, key[1])]
+    if not whole:
+        there = sorted(name for each in names for name in each if "lockstep" in name)
+        pytest.fail(f"load images of one tag into the nodes first, {wanted or 'any'}, of lockstep-{sorted(COMPONENTS)}; there are {there}")
+    registry, tag = max(whole, key=lambda key: len(held[key]))
+    return {"registry": registry, "tag": tag, "pullPolicy": "Never"}
 
 
 @pytest.fixture(scope="session")

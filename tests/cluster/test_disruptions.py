@@ -44,7 +44,7 @@ VALUES: dict[str, Any] = {
 def running(release: Release) -> Iterator[Release]:
     release.deploy(**VALUES)
     yield release
-    release.helm("uninstall", release.name, "--wait")
+    release.uninstall()
 
 
 @pytest.fixture(scope="module")
