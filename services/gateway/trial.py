@@ -19,6 +19,7 @@ from typing import Any
 import urllib3
 from prometheus_client.parser import text_string_to_metric_families
 
+from shared.command import exit_status
 from shared.errors import LockstepError
 
 TIMEOUT_S = 120.0
@@ -136,12 +137,7 @@ def main() -> int:
     parser.add_argument("--namespace", help="of the worker pods")
     parser.add_argument("--workers", help="label selector of the worker pods")
     given = parser.parse_args()
-    try:
-        trials[given.trial](given)
-    except TrialError as error:
-        print(f"{given.trial}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(given.trial, lambda: trials[given.trial](given))
 
 
 if __name__ == "__main__":

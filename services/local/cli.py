@@ -14,6 +14,7 @@ from rich.console import Console
 
 from services.local.launcher import ChildEnded, Launcher, Options
 from services.local.support_bundle import make
+from shared.command import exit_status
 from shared.errors import ConfigError, LockstepError
 
 app = typer.Typer(name="lockstep", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -107,13 +108,12 @@ def support_bundle(
 ) -> int:
     """Settings, metrics, last decisions and logs in one archive, without secrets, for whoever looks for a fault."""
     target = output or Path(f"lockstep-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    try:
+
+    def collect() -> None:
         names = make(target, folder, namespace, release)
-    except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    print(f"{target}: {len(names)} files. Secrets were taken out by name and shape; look through it before you send it.")
-    return 0
+        print(f"{target}: {len(names)} files. Secrets were taken out by name and shape; look through it before you send it.")
+
+    return exit_status("lockstep", collect)
 
 
 class _TerminalHandler(logging.Handler):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.worker.engine.roofline import CACHE_SHARE, GPUS, Roofline, Shape
+from shared.command import exit_status
 from shared.errors import ConfigError
 
 CONTEXTS = (1024, 4096, 16_384, 65_536)
@@ -86,12 +87,7 @@ def main() -> int:
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h200")
     parser.add_argument("--tensor-parallel-size", type=int, help="GPUs of a group; default: as few as it fits on")
     given = parser.parse_args()
-    try:
-        print("\n".join(describe(shape_of(given.config), given.gpu, given.tensor_parallel_size)))
-    except ConfigError as error:
-        print(f"lockstep plan: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(parser.prog, lambda: print("\n".join(describe(shape_of(given.config), given.gpu, given.tensor_parallel_size))))
 
 
 if __name__ == "__main__":

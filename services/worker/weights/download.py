@@ -12,6 +12,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from shared.command import exit_status
 from shared.errors import LockstepError
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -42,12 +43,7 @@ def main() -> int:
     parser.add_argument("revision")
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    try:
-        download(given.repository, given.revision, given.folder)
-    except DownloadError as error:
-        print(f"DownloadError: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(parser.prog, lambda: download(given.repository, given.revision, given.folder))
 
 
 if __name__ == "__main__":

@@ -94,6 +94,6 @@ def test_only_what_a_worker_reads_is_downloaded(hub: str, tmp_path: Path) -> Non
 def test_a_refusal_is_one_line_that_names_the_repository(hub: str, tmp_path: Path, repository: str, token: str) -> None:
     done = download(hub, repository, tmp_path, token)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"DownloadError: {repository} at main: ")
+    assert done.stderr.splitlines()[-1].startswith(f"lockstep-download: {repository} at main: ")
     assert "Traceback" not in done.stderr
     assert token not in done.stderr
