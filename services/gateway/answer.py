@@ -2,46 +2,14 @@
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from services.gateway.errors import GenerationFailed, TimedOut
-from services.gateway.generation import Generation
-from services.gateway.scores import Score
-from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.text.stops import StopMatcher
-from shared.protocol.plan import ids_from_bytes
+from services.gateway.choice import TURN_TOKENS, Choice, Delta
+from services.gateway.errors import TimedOut
 
-FinishReason = Literal["stop", "length"]
 MIN_TIMER_S = 0.01
-
-
-class ScoredToken(NamedTuple):
-    """A token beside its log-probability, where the request asks for those."""
-
-    id: int
-    text: str  # what it adds to the text: nothing, while a character is incomplete
-    score: Score | None  # None of a prompt's first token, which nothing goes before
-
-
-@dataclass(slots=True)  # not frozen: that costs three times as much, and there is one for each token
-class Delta:
-    """New text of one choice, with the tokens that begin in it; at its end with the reason."""
-
-    index: int
-    text: str
-    finish_reason: FinishReason | None
-    tokens: Sequence[ScoredToken] = ()
-
-
-@dataclass(frozen=True)
-class Echo:
-    """A prompt that its answer repeats."""
-
-    text: str
-    pieces: Sequence[str]  # of each token
 
 
 @dataclass(frozen=True)
@@ -49,106 +17,6 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-
-
-class Choice:
-    """One generation as text: without the token that ended it, up to the first stop string."""
-
-    def __init__(
-        self,
-        index: int,
-        generation: Generation,
-        detokenizer: Detokenizer,
-        stops: Sequence[str],
-        terminal_ids: frozenset[int],
-        echo: Echo | None = None,
-    ) -> None:
-        """`terminal_ids` may end the generation: their text is not shown before it is known that they did not."""
-        self.index = index
-        self.generation = generation
-        self.finish_reason: FinishReason | None = None
-        self.completion_tokens = 0
-        self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
-        self._terminal_ids = terminal_ids
-        self._terminal: list[int] = []  # the last id, if it is a terminal one
-        self._echo = echo
-        self._has_scores = generation.submit.HasField("logprobs")
-        self._one_by_one = bool(stops) or self._has_scores  # to know which token completes a stop string, and what text is whose
-        self._tokens: deque[tuple[int, ScoredToken]] = deque()  # those not given yet, with the place in the text where each begins
-        self._told, self._shown = 0, 0  # characters of all tokens, and of the text that was given
-
-    @property
-    def mean_logprob(self) -> float:
-        """Of the tokens of the completion, where the request asks for log-probabilities."""
-        scores = self.generation.scores[: self.completion_tokens]
-        return sum(score.logprob for score in scores) / max(len(scores), 1)
-
-    def advance(self) -> Delta | None:
-        """What is new, if anything. Raises the RequestError that ended the generation."""
-        if self.finish_reason is not None:
-            return None
-        ids = self._terminal + self.generation.take()
-        ending = self.generation.ending
-        self._terminal = []
-        if ids and (ending.stopped if ending else ids[-1] in self._terminal_ids):
-            self._terminal = [ids.pop()]
-        text = self._repeat_prompt() if ids or ending else ""
-        text += self._show(ids)
-        if ending is not None and self.finish_reason is None:
-            self.completion_tokens += len(self._terminal)
-            text += self._matcher.push(self._detokenizer.flush())
-            self.finish_reason = "stop" if ending.stopped or self._matcher.matched else "length"
-            text += self._matcher.flush()
-        if self.finish_reason is not None:
-            self.generation.close(self.completion_tokens)
-        self._shown += len(text)
-        if not text and self.finish_reason is None:
-            return None
-        return Delta(self.index, text, self.finish_reason, self._begun_tokens() if self._tokens else ())
-
-    def _repeat_prompt(self) -> str:
-        """At the beginning. Raises GenerationFailed when the prompt's log-probabilities have not come."""
-        if self._echo is None:
-            return ""
-        echo, self._echo = self._echo, None
-        if self.generation.submit.HasField("prompt_logprobs"):
-            ids = ids_from_bytes(self.generation.submit.prompt_ids).tolist()
-            scores = [None, *self.generation.prompt_scores]
-            if len(scores) != len(ids):
-                raise GenerationFailed(f"log-probabilities of {len(scores) - 1} tokens of a prompt of {len(ids)} came")
-            for token in map(ScoredToken, ids, echo.pieces, scores):
-                self._add_token(token)
-        self._told = len(echo.text)
-        return echo.text
-
-    def _show(self, ids: list[int]) -> str:
-        if not self._one_by_one:
-            self.completion_tokens += len(ids)
-            return self._detokenizer.push(ids)
-        text = ""
-        for id_ in ids:
-            token_text = self._detokenizer.push([id_])
-            if self._has_scores:
-                self._add_token(ScoredToken(id_, token_text, self.generation.scores[self.completion_tokens]))
-            text += self._matcher.push(token_text)
-            self.completion_tokens += 1
-            if self._matcher.matched:
-                self.finish_reason = "stop"
-                break
-        return text
-
-    def _add_token(self, token: ScoredToken) -> None:
-        self._tokens.append((self._told, token))
-        self._told += len(token.text)
-
-    def _begun_tokens(self) -> list[ScoredToken]:
-        """Tokens whose text has begun to be given: not those of a stop string, nor those whose text is held back."""
-        rest = self.finish_reason is not None and not self._matcher.matched
-        tokens = []
-        while self._tokens and (rest or self._tokens[0][0] < self._shown):
-            tokens.append(self._tokens.popleft()[1])
-        return tokens
 
 
 class Patience(NamedTuple):
@@ -181,6 +49,7 @@ class Answer:
         self._patience = patience
         self._on_tokens, self._on_sent = on_tokens, on_sent
         self._unfinished = len(choices)
+        self._is_behind = False  # the last turn has left tokens for the next
         self._unsent: list[float] = []  # when the oldest tokens of the last deltas came
         self._quiet_since = 0.0
         self._tokens_at, self._has_tokens = asyncio.get_running_loop().time(), False  # when the last came, if any did
@@ -212,12 +81,12 @@ class Answer:
         if self._timer is None:
             self._timer = loop.call_at(self._due, self._on_timer)
         while True:
-            await self._wake.wait()
+            await (asyncio.sleep(0) if self._is_behind else self._wake.wait())
             self._wake.clear()
             now = loop.time()
             if now >= self.deadline:
                 raise TimedOut("the request took too long")
-            deltas = [delta for choice in self.choices if (delta := self._advance(choice, now))]
+            deltas = self._turn(now)
             if deltas:
                 return deltas
             if now >= self._given_up_at:
@@ -233,9 +102,23 @@ class Answer:
         for choice in self.choices:
             choice.generation.close()
 
-    def _advance(self, choice: Choice, now: float) -> Delta | None:
+    def _turn(self, now: float) -> list[Delta]:
+        """What all choices have to tell, as far as one turn of the event loop goes."""
+        deltas, room, self._is_behind = [], TURN_TOKENS, False
+        for choice in self.choices:
+            if room <= 0:
+                self._is_behind = True
+                break
+            delta = self._advance(choice, now, room)
+            if delta is not None:
+                deltas.append(delta)
+            room -= choice.looked_at
+            self._is_behind = self._is_behind or choice.is_behind
+        return deltas
+
+    def _advance(self, choice: Choice, now: float, most: int) -> Delta | None:
         before, arrived_at = choice.completion_tokens, choice.generation.arrived_at
-        delta = choice.advance()
+        delta = choice.advance(most)
         if choice.completion_tokens > before:
             self._on_tokens(choice.index, choice.completion_tokens - before)
             self._tokens_at, self._has_tokens = now, True

@@ -3,20 +3,21 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pydantic_core import to_json as to_json_bytes
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.answer import Answer, Choice, Delta, Echo, FinishReason, Patience, ScoredToken
+from services.gateway.answer import Answer, Patience
+from services.gateway.choice import Choice, Delta, Echo, FinishReason, ScoredToken
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
-from services.gateway.openai.service import JSON, JSON_TYPE, Gateway
-from services.gateway.openai.sse import EventStream, to_json, unless_client_leaves
+from services.gateway.openai.sending import JSON, json_response, to_json, unless_client_leaves
+from services.gateway.openai.service import Gateway
+from services.gateway.openai.sse import EventStream
 from shared.protocol.generation_pb2 import Submit
 
 
@@ -36,8 +37,8 @@ class Format(Protocol):
     prompt_field: str
     shown: frozenset[str]  # special tokens that it wants to see
 
-    def body(self, outcomes: Sequence[Outcome], answer: Answer) -> JSON:
-        """The whole answer."""
+    def body(self, outcomes: Sequence[Outcome], answer: Answer) -> Iterator[str]:
+        """JSON of the whole answer, in pieces."""
 
     def events(self, delta: Delta) -> str:
         """The events of what is new."""
@@ -62,10 +63,7 @@ async def respond(
             outcomes = await unless_client_leaves(request.receive, _outcomes(answer))
             answer.close()
             request.state.usage = answer.usage
-            best = _best(outcomes, answer, body)
-            if any(outcome.tokens for outcome in best):  # up to 2,000,000 log-probabilities would hold up others for seconds
-                return await asyncio.to_thread(_whole, form, best, answer)
-            return _whole(form, best, answer)
+            return json_response(form.body(_best(outcomes, answer, body), answer), request)
         first = await unless_client_leaves(request.receive, answer.next())
     except BaseException as error:
         answer.close()
@@ -73,10 +71,6 @@ async def respond(
             error.param = error.param or form.prompt_field
         raise
     return EventStream(first, answer, form.events, form.closing, request)
-
-
-def _whole(form: Format, outcomes: Sequence[Outcome], answer: Answer) -> Response:
-    return Response(to_json_bytes(form.body(outcomes, answer)), media_type=JSON_TYPE)
 
 
 def _submit(
@@ -91,6 +85,8 @@ def _submit(
             generation = gateway.scheduler.submit(message, wake)
             detokenizer = model.tokenizer.detokenizer(shown)
             echo = echoes[index // body.candidates] if echoes else None
+            if echo is not None and message.HasField("prompt_logprobs"):
+                echo.scored_by = generation
             choices.append(Choice(index, generation, detokenizer, body.stops, terminal_ids, echo))
     except BaseException:
         for choice in choices:
@@ -133,9 +129,16 @@ def head(prefix: str, kind: str, body: GenerationRequest, model: Model) -> JSON:
     }
 
 
-def chunk_opening(head: JSON) -> str:
-    """The JSON of a chunk up to its one choice: the same for all of an answer, and built once, since chunks are many."""
+def opening(head: JSON) -> str:
+    """The JSON of an answer or a chunk up to its choices: the same for all chunks of an answer, and built once, since they are many."""
     return f'{to_json(head)[:-1]},"choices":['
+
+
+def whole(opening: str, choices: Iterator[str], usage: Callable[[], JSON]) -> Iterator[str]:
+    """JSON of a whole answer, in pieces. choices: theirs. usage: asked when all of those have been taken."""
+    yield opening
+    yield from choices
+    yield f'],"usage":{to_json(usage())}}}'
 
 
 def chunk_ending(include_usage: bool) -> str:

@@ -1,27 +1,30 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.answer import Answer, Delta, ScoredToken
+from services.gateway.answer import Answer
 from services.gateway.chat import parts
 from services.gateway.chat.output import END_OF_THINKING, Dialect
 from services.gateway.chat.template import Conversation, Message, encode_chat
+from services.gateway.choice import TURN_TOKENS, Delta, FinishReason, ScoredToken
 from services.gateway.model import Model
 from services.gateway.openai import service
-from services.gateway.openai.answering import Outcome, chunk_ending, chunk_opening, head, respond, usage
+from services.gateway.openai.answering import Outcome, chunk_ending, head, opening, respond, usage, whole
 from services.gateway.openai.logprobs import chat_logprobs
 from services.gateway.openai.schemas import ChatMessage, ChatRequest, ConversationRequest
-from services.gateway.openai.service import JSON
-from services.gateway.openai.sse import REASONS, event, to_json
+from services.gateway.openai.sending import JSON, to_json
+from services.gateway.openai.sse import REASONS, event
 from services.gateway.openai.submission import submits
 from services.gateway.openai.tools import may_call, template_calls, template_id, template_tools
 from services.gateway.openai.validation import chat_request
 
 router = APIRouter()
+
+PARSED_CHARACTERS = 4096  # at a time: what a parser has left is copied once for each call that it finds
 
 
 @router.post("/v1/chat/completions")
@@ -76,24 +79,22 @@ class ChatFormat:
         self._untold: list[list[ScoredToken]] = [[] for _ in range(body.n)]  # tokens whose log-probabilities wait for a chunk
         self._include_usage = body.include_usage
         self._head = head("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body, model)
-        self._opening = chunk_opening(self._head)
+        self._opening = opening(self._head)
         self._ending = chunk_ending(self._include_usage)
         self._begun = False
 
-    def body(self, outcomes: Sequence[Outcome], answer: Answer) -> JSON:
-        """The whole answer."""
-        choices = []
+    def body(self, outcomes: Sequence[Outcome], answer: Answer) -> Iterator[str]:
+        """JSON of the whole answer, in pieces."""
+        return whole(self._opening, self._whole_choices(outcomes), lambda: self._usage(answer))
+
+    def _whole_choices(self, outcomes: Sequence[Outcome]) -> Iterator[str]:
         for outcome in outcomes:
-            found, finish_reason = self._parts(Delta(outcome.index, outcome.text, outcome.finish_reason))
-            choices.append(
-                {
-                    "index": outcome.index,
-                    "message": parts.message(found),
-                    "logprobs": self._logprobs(outcome.tokens),
-                    "finish_reason": finish_reason,
-                }
-            )
-        return {**self._head, "choices": choices, "usage": self._usage(answer)}
+            text = outcome.text
+            texts = (text[start : start + PARSED_CHARACTERS] for start in range(0, len(text), PARSED_CHARACTERS))
+            found, finish_reason = self._parts(outcome.index, texts, outcome.finish_reason)
+            yield f'{"," if outcome.index else ""}{{"index":{outcome.index},"message":{to_json(parts.message(found))},"logprobs":'
+            yield from self._logprobs(outcome.tokens)
+            yield f',"finish_reason":{REASONS[finish_reason]}}}'
 
     def events(self, delta: Delta) -> str:
         """First the role of each choice, then its text, then how it finished."""
@@ -102,12 +103,14 @@ class ChatFormat:
             self._begun = True
             for index in range(self._choices):
                 events += self._chunk(index, '{"role":"assistant","content":"","refusal":null}')
-        found, finish_reason = self._parts(delta)
+        found, finish_reason = self._parts(delta.index, (delta.text,), delta.finish_reason)
         self._untold[delta.index] += delta.tokens
         for part in found:
             # Nearly always content: written by hand, since chunks are many.
             told = f'{{"content":{to_json(part.text)}}}' if isinstance(part, parts.Content) else to_json(part.delta())
             events += self._chunk(delta.index, told, self._told_tokens(delta.index))
+        if len(self._untold[delta.index]) >= TURN_TOKENS:  # while text is held back: all at once would hold up others
+            events += self._chunk(delta.index, "{}", self._told_tokens(delta.index))
         if finish_reason:
             events += self._chunk(delta.index, "{}", self._told_tokens(delta.index), finish_reason)
         return events
@@ -125,22 +128,22 @@ class ChatFormat:
                 reasoning += ids.index(self._end_of_thinking) + 1 if self._end_of_thinking in ids else len(ids)
         return usage(answer, reasoning)
 
-    def _parts(self, delta: Delta) -> tuple[list[parts.Part], str | None]:
+    def _parts(self, index: int, texts: Iterable[str], finish_reason: FinishReason | None) -> tuple[list[parts.Part], str | None]:
         """What is new of a choice; at its end with the reason."""
-        parser = self._parsers[delta.index]
-        found = parser.push(delta.text)
-        if delta.finish_reason is None:
+        parser = self._parsers[index]
+        found = [part for text in texts for part in parser.push(text)]
+        if finish_reason is None:
             return found, None
-        last, finish_reason = parser.finish(delta.finish_reason)
-        return [*found, *last], finish_reason
+        last, reason = parser.finish(finish_reason)
+        return [*found, *last], reason
 
     def _told_tokens(self, index: int) -> str:
         """JSON of the log-probabilities that go with the next chunk of a choice."""
         tokens, self._untold[index] = self._untold[index], []
-        return to_json(self._logprobs(tokens)) if tokens else "null"
+        return "".join(self._logprobs(tokens)) if tokens else "null"
 
-    def _logprobs(self, tokens: Sequence[ScoredToken]) -> JSON | None:
-        return chat_logprobs(tokens, self._texts) if self._has_logprobs else None
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> Iterator[str]:
+        return chat_logprobs(tokens, self._texts) if self._has_logprobs else iter(("null",))
 
     def _chunk(self, index: int, delta: str, logprobs: str = "null", finish_reason: str | None = None) -> str:
         """delta, logprobs: JSON."""

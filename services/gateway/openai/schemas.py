@@ -1,6 +1,6 @@
 """What clients send. Types are strict, null means absent, unknown keys are ignored; `validation.py` turns faults into OpenAI's errors."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticKnownError
@@ -141,6 +141,7 @@ class ModelRequest(Body):
 class GenerationRequest(ModelRequest):
     """What both endpoints of generation take."""
 
+    prompt_field: ClassVar[str]
     model: str = Field(min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -172,7 +173,6 @@ class GenerationRequest(ModelRequest):
     # Taken without effect
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], _at_most(MAX_METADATA)] = {}
-    # Refused unless neutral: see NEUTRAL in validation.py
     response_format: ResponseFormat | None = None
 
     @property
@@ -222,12 +222,11 @@ class ConversationRequest(Body):
 class ChatRequest(ConversationRequest, GenerationRequest):
     """POST /v1/chat/completions."""
 
+    prompt_field: ClassVar = "messages"
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    functions: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
-    function_call: str | dict[str, Any] | None = None
 
     @property
     def completion_scores(self) -> int | None:
@@ -249,6 +248,7 @@ TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
+    prompt_field: ClassVar = "prompt"
     prompt: Annotated[
         Annotated[str, Tag(TEXT)]
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES), Tag(TEXTS)]
@@ -257,10 +257,15 @@ class CompletionRequest(GenerationRequest):
         Discriminator(_prompt_kind),
     ]
     max_tokens: int = Field(16, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=0, description="Another name of max_tokens.")
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
-    suffix: str = ""
     best_of: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the completion at most."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -15,14 +15,12 @@ from services.gateway.generation import RETRY_AFTER_S
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest, ModelRequest
-from services.gateway.openai.sse import unless_client_leaves
+from services.gateway.openai.sending import JSON_TYPE, unless_client_leaves
 from services.gateway.scheduler_client import SchedulerClient
 from services.gateway.settings import GatewaySettings
 
 T = TypeVar("T")
 R = TypeVar("R", bound=ModelRequest)
-JSON = dict[str, Any]
-JSON_TYPE = "application/json"
 
 
 @dataclass

@@ -1,57 +1,29 @@
-"""Server-sent events, and clients that leave."""
+"""Server-sent events."""
 
-import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.answer import Answer, Delta
+from services.gateway.answer import Answer
+from services.gateway.choice import Delta
 from services.gateway.errors import ClientGone, RequestError
 from services.gateway.openai.errors import body_of
+from services.gateway.openai.sending import to_json, while_read
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-UNREAD_S = 5.0  # after its deadline a stream that cannot even send its error is cut off
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would collect the events
-
-T = TypeVar("T")
-
-
-to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, since some clients split lines at U+2028 and its like
-
-
 REASONS = {reason: to_json(reason) for reason in (None, "stop", "length", "tool_calls")}
 
 
 def event(data: str) -> str:
     """One event of JSON text."""
     return f"data: {data}\n\n"
-
-
-async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client closes its connection: ClientGone."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_client_leaves(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone("the client has closed its connection")
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):
@@ -80,12 +52,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout_at(self._answer.deadline + UNREAD_S):
-                await unless_client_leaves(receive, self._send(send))
-        except ClientGone as error:
-            self._request.state.client_gone = error  # not raised: the answer has begun, and no handler could give another
-        except TimeoutError:
-            self._request.state.client_gone = ClientGone("the client did not read to the end in time")
+            await while_read(self._request, receive, self._send(send))
         finally:
             self._request.state.usage = self._answer.usage
             self._answer.close()

@@ -27,16 +27,18 @@ def submits(
     """
     check_ids("stop_token_ids", body.stop_token_ids, model)
     seed = secrets.randbits(63) if body.seed is None else body.seed
-    samplings = [_sampling(body, choice_seed(seed, index), model) for index in range(body.candidates)]
+    sampling = _sampling(body, model)
+    samplings = [_seeded(sampling, choice_seed(seed, index)) for index in range(body.candidates)]
     messages = []
     for prompt in prompts:
         check_ids(param, prompt, model)
         wanted = _completion_tokens(body, model, prompt, max_tokens, param)
         _check_logprobs(body, len(prompts) * body.candidates, len(prompt), wanted)
+        prompt_ids = ids_to_bytes(prompt)  # once: there may be 128 choices of a million bytes
         messages += [
             Submit(
                 request_id=request.state.request_id,
-                prompt_ids=ids_to_bytes(prompt),
+                prompt_ids=prompt_ids,
                 sampling=sampling,
                 max_tokens=wanted,
                 min_tokens=body.min_tokens,
@@ -47,9 +49,9 @@ def submits(
                 traceparent=request.state.traceparent or None,
                 cache_salt=_cache_salt(request.state.tenant, body.cache_salt),
                 logprobs=body.completion_scores,
-                prompt_logprobs=body.prompt_scores,
+                prompt_logprobs=None if index else body.prompt_scores,  # computed once, for all choices
             )
-            for sampling in samplings
+            for index, sampling in enumerate(samplings)
         ]
     return messages
 
@@ -67,7 +69,14 @@ def _cache_salt(tenant: str, salt: str | None) -> str | None:
     return f"{tenant}/{salt or ''}" if tenant else salt
 
 
-def _sampling(body: GenerationRequest, seed: int, model: Model) -> Sampling:
+def _seeded(sampling: Sampling, seed: int) -> Sampling:
+    seeded = Sampling(seed=seed)
+    seeded.MergeFrom(sampling)
+    return seeded
+
+
+def _sampling(body: GenerationRequest, model: Model) -> Sampling:
+    """All but the seed."""
     defaults = {name: value for name, value in model.sampling_defaults.items() if name not in body.model_fields_set}
     given = body.model_copy(update=defaults)
     biases = _biases(given.logit_bias, model)
@@ -76,7 +85,6 @@ def _sampling(body: GenerationRequest, seed: int, model: Model) -> Sampling:
         top_p=given.top_p,
         top_k=given.top_k if given.top_k > 0 else None,
         min_p=given.min_p,
-        seed=seed,
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         repetition_penalty=given.repetition_penalty,

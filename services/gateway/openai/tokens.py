@@ -1,23 +1,30 @@
 """What the gateway knows of tokens: /tokenize, /detokenize, /tokenizer_info, and a conversation's prompt as the model gets it."""
 
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
-from services.gateway.chat.template import encode_chat
+from services.gateway.chat.template import Prompt, encode_chat
+from services.gateway.model import Model
 from services.gateway.openai import service
 from services.gateway.openai.chat import conversation
 from services.gateway.openai.schemas import TokenizeChatRequest
-from services.gateway.openai.service import JSON, Gateway
+from services.gateway.openai.sending import JSON, json_response, listed, to_json
+from services.gateway.openai.service import Gateway
 from services.gateway.openai.submission import check_ids
 from services.gateway.openai.validation import chat_request, detokenize_request, tokenize_request
 
 router = APIRouter()
 
+AT_A_TIME = 4096  # ids or characters of a large answer that are written before others get their turn
+
 
 @router.post("/tokenize")
-async def tokenize(request: Request) -> JSON:
+async def tokenize(request: Request) -> Response:
     """The token ids of a prompt, or of a conversation."""
     gateway, body, model = await service.opened(request, tokenize_request)
     if isinstance(body, TokenizeChatRequest):
@@ -25,16 +32,25 @@ async def tokenize(request: Request) -> JSON:
         ids = (await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, asked)).ids
     else:
         ids = await gateway.in_thread(request, model.tokenizer.encode_prompt, body.prompt, body.add_special_tokens)
-    strings = [model.tokenizer.token_texts.text(id_) for id_ in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": model.max_length, "tokens": ids, "token_strs": strings}
+    return json_response(_tokenized(ids, model, body.return_token_strs), request)
+
+
+def _tokenized(ids: Sequence[int], model: Model, has_strings: bool) -> Iterator[str]:
+    texts = model.tokenizer.token_texts
+    yield f'{{"count":{len(ids)},"max_model_len":{model.max_length},"tokens":'
+    yield from listed(map(str, ids), AT_A_TIME)
+    yield ',"token_strs":'
+    yield from listed((texts[id_].text_json for id_ in ids), AT_A_TIME) if has_strings else ("null",)
+    yield "}"
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request) -> JSON:
+async def detokenize(request: Request) -> Response:
     """The text of token ids, control tokens too."""
     gateway, body, model = await service.opened(request, detokenize_request)
     check_ids("tokens", body.tokens, model)
-    return {"prompt": await gateway.in_thread(request, model.tokenizer.decode, body.tokens)}
+    text = await gateway.in_thread(request, model.tokenizer.decode, body.tokens)
+    return json_response(itertools.chain("{", _prompt(text), "}"), request)
 
 
 @router.get("/tokenizer_info")
@@ -53,9 +69,24 @@ async def tokenizer_info(request: Request) -> JSON:
 
 
 @router.post("/v1/chat/completions/render")
-async def render_chat(request: Request) -> JSON:
+async def render_chat(request: Request) -> Response:
     """The prompt that a chat completion of this body would have."""
     gateway, body, model = await service.opened(request, chat_request)
     asked = conversation(body, gateway.dialect(model))
     prompt = await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, asked)
-    return {"model": body.model, "prompt": prompt.text, "tokens": prompt.ids, "count": len(prompt.ids)}
+    return json_response(_rendered(body.model, prompt), request)
+
+
+def _rendered(name: str, prompt: Prompt) -> Iterator[str]:
+    yield f'{{"model":{to_json(name)},'
+    yield from _prompt(prompt.text)
+    yield f',"count":{len(prompt.ids)},"tokens":'
+    yield from listed(map(str, prompt.ids), AT_A_TIME)
+    yield "}"
+
+
+def _prompt(text: str) -> Iterator[str]:
+    yield '"prompt":"'
+    for start in range(0, len(text), AT_A_TIME):
+        yield to_json(text[start : start + AT_A_TIME])[1:-1]
+    yield '"'

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.openai.foreign import refuse_foreign
 from services.gateway.openai.schemas import (
     MAX_CHOICES,
     Body,
@@ -35,6 +36,8 @@ WHOLE_FIELDS = (
     "tokens",
 )  # a fault inside is told of the field
 
+TWO_LENGTHS = "max_tokens and max_completion_tokens differ: set one"
+
 CODES = {  # of pydantic's error types
     "missing": "missing_required_parameter",
     "literal_error": "invalid_value",
@@ -50,24 +53,6 @@ LENGTH_CODES = {  # by pydantic's error type and kind of container
     ("too_long", "Dictionary"): "object_above_max_properties",
     ("too_short", "List"): "empty_array",
 }
-
-# Fields that are not served yet are refused unless they ask for what happens anyway.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": (None, "none", "auto"),
-    "suffix": ("",),
-}
-
-
-# Unknown fields are ignored, but not those by which clients of OpenAI's or of other servers change what the text is to be.
-FOREIGN = frozenset(
-    (
-        *("audio", "modalities", "web_search_options"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf", "grammar"),
-        *("bad_words", "allowed_token_ids", "use_beam_search", "include_stop_str_in_output", "truncate_prompt_tokens"),
-        *("chat_template", "documents", "prompt_logprobs"),
-    )
-)
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -95,7 +80,7 @@ def parse(schema: type[B], data: bytes) -> B:
     """The request in a body. Raises InvalidRequest naming the first fault."""
     value = parse_json(data)
     if issubclass(schema, GenerationRequest):
-        _refuse_foreign(value)
+        refuse_foreign(value, schema.prompt_field)
     try:
         return schema.model_validate(value)
     except ValidationError as error:
@@ -112,8 +97,7 @@ def chat_request(data: bytes) -> ChatRequest:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-        raise InvalidRequest("max_tokens and max_completion_tokens differ: set one", "max_tokens", "invalid_parameter_combination")
-    _refuse_unsupported(body)
+        raise InvalidRequest(TWO_LENGTHS, "max_tokens", "invalid_parameter_combination")
     return body
 
 
@@ -121,6 +105,8 @@ def completion_request(data: bytes) -> CompletionRequest:
     """A body of POST /v1/completions. Raises InvalidRequest, also for what breaks rules of several fields."""
     body = parse(CompletionRequest, data)
     _check_common(body)
+    if body.max_completion_tokens not in (None, body.max_tokens) and "max_tokens" in body.model_fields_set:
+        raise InvalidRequest(TWO_LENGTHS, "max_tokens", "invalid_parameter_combination")
     if body.best_of is not None and body.best_of < body.n:
         raise InvalidRequest("best_of must be at least n", "best_of")
     if body.candidates > body.n and body.stream:
@@ -128,7 +114,6 @@ def completion_request(data: bytes) -> CompletionRequest:
     if len(body.prompts) * body.candidates > MAX_CHOICES:
         message = f"{len(body.prompts)} prompts and {body.candidates} choices each: at most {MAX_CHOICES} in all"
         raise InvalidRequest(message, "n", "integer_above_max_value")
-    _refuse_unsupported(body)
     return body
 
 
@@ -168,19 +153,6 @@ def _check_common(body: GenerationRequest) -> None:
         raise InvalidRequest(f"missing required parameter: '{param}'", param, "missing_required_parameter")
     if body.response_format and body.response_format.type != "text":
         raise InvalidRequest("response_format other than text is not supported", "response_format", "unsupported_value")
-
-
-def _refuse_foreign(value: dict[str, Any]) -> None:
-    for field in FOREIGN.intersection(value):
-        if value[field] not in (None, False, "", [], {}, ["text"]):  # which ask for nothing, or for what happens anyway
-            raise InvalidRequest(f"{field} is not supported", field, "unsupported_value")
-
-
-def _refuse_unsupported(body: GenerationRequest) -> None:
-    for field, neutral in NEUTRAL.items():
-        value = getattr(body, field, neutral[0])
-        if not any(type(value) is type(each) and value == each for each in neutral):  # 0 logprobs are not False
-            raise InvalidRequest(f"{field}={_quoted(value)} is not supported", field, "unsupported_value")
 
 
 def _told(fault: ErrorDetails) -> InvalidRequest:

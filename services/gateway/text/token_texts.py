@@ -1,5 +1,8 @@
 """Single tokens as clients see them beside log-probabilities: the bytes they stand for, and a text for those."""
 
+import json
+from typing import NamedTuple
+
 from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.text.byte_level import BYTE_LEVEL, byte_alphabet, decoder_kinds
@@ -7,29 +10,29 @@ from services.gateway.text.byte_level import BYTE_LEVEL, byte_alphabet, decoder_
 SENTENCEPIECE_BLANK = "▁"
 
 
-class TokenTexts:
-    """Of one tokenizer."""
+class TokenText(NamedTuple):
+    text: str  # as decoded: ` Hello` with a blank; of a token that is part of a character, its bytes are spelt out
+    data: bytes | None  # None of special tokens, which stand for no text
+    text_json: str  # both as JSON, since up to 21 of them are written for each token of an answer
+    data_json: str
+
+
+class TokenTexts(dict[int, TokenText]):
+    """Of one tokenizer, by id; kept once they were asked for, which is at most the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, added: dict[int, AddedToken]) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._added = added
         kinds = decoder_kinds(tokenizer)
         self._alphabet = byte_alphabet() if BYTE_LEVEL in kinds else None
         self._has_blanks = not kinds.isdisjoint(("Metaspace", "Replace"))
-        self._known: dict[int, tuple[str, bytes | None]] = {}  # at most the vocabulary
 
-    def text(self, id_: int) -> str:
-        """As decoded: ` Hello` with a blank. Of a token that is part of a character, its bytes are spelt out."""
-        return self._of(id_)[0]
-
-    def data(self, id_: int) -> bytes | None:
-        """None for special tokens, which stand for no text."""
-        return self._of(id_)[1]
-
-    def _of(self, id_: int) -> tuple[str, bytes | None]:
-        if id_ not in self._known:
-            self._known[id_] = self._find(id_)
-        return self._known[id_]
+    def __missing__(self, id_: int) -> TokenText:
+        text, data = self._find(id_)
+        data_json = "null" if data is None else f"[{','.join(map(str, data))}]"
+        self[id_] = TokenText(text, data, json.dumps(text), data_json)
+        return self[id_]
 
     def _find(self, id_: int) -> tuple[str, bytes | None]:
         added = self._added.get(id_)

@@ -53,6 +53,7 @@ class Script:
     finishes_apart: bool = False  # the end in a message of its own
     rejected: RejectReason | None = None
     retry_after_ms: int = 0
+    waits_for: asyncio.Event | None = None  # before anything comes, the prompt's log-probabilities too
 
 
 @dataclass
@@ -71,6 +72,7 @@ class ScriptedScheduler(GenerationServicer):
     messages: int = 0  # that brought the submits
     cancels: list[Cancel] = field(default_factory=list)
     hellos: list[SessionHello] = field(default_factory=list)
+    left: int = 0  # sessions that the gateway has ended in good order
     files_calls: int = 0
     status: GenerationStatusResponse | None = None  # None: as a scheduler of before, which tells none
     status_calls: int = 0
@@ -160,6 +162,8 @@ class ScriptedScheduler(GenerationServicer):
                 elif request.HasField("cancel"):
                     self.cancels.append(request.cancel)
                     players[request.cancel.request].cancel()
+        self.left += 1
+        outbox.close()
 
     def _scores(self, ids: Sequence[int], top: int) -> Logprobs:
         """Each id beside `top` likeliest ones: itself, and those after it. -1 for itself, one less each time; -inf for EOS."""
@@ -178,6 +182,8 @@ class ScriptedScheduler(GenerationServicer):
             rejected = Rejected(**name, reason=script.rejected, detail=script.detail, retry_after_ms=script.retry_after_ms)
             outbox.put(GenerationSessionResponse(batch=TokenBatch(rejected=[rejected])))
             return
+        if script.waits_for is not None:
+            await script.waits_for.wait()
         length, reason, batch = 0, script.reason if submit.max_tokens else LENGTH, TokenBatch()
         delivered = len(submit.delivered_ids) // 4  # of an earlier attempt
         if submit.HasField("prompt_logprobs") and not delivered:

@@ -1,19 +1,22 @@
 """Log-probabilities as each endpoint writes them; what they are worth is the worker's matter (tests/services/worker/engine)."""
 
+import asyncio
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from services.gateway.answer import ScoredToken
+from services.gateway.choice import ScoredToken
 from services.gateway.openai.logprobs import LegacyLogprobs, chat_logprobs
 from services.gateway.scores import Score
 from services.gateway.text.token_texts import TokenTexts
 from services.gateway.text.tokenizer import TextTokenizer
+from shared.protocol.generation_pb2 import Submit
 from tests.services.gateway.conftest import EOS, Stack, assert_error, events
 from tests.services.gateway.scripted_scheduler import Script
 from tests.services.gateway.test_detokenizer import byte_ids
@@ -96,8 +99,8 @@ def test_lpb_04_sentencepiece_tokens() -> None:
     tokenizer = Tokenizer(models.BPE({piece: id_ for id_, piece in enumerate(pieces)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     texts = TokenTexts(tokenizer, {})
-    assert [texts.text(id_) for id_ in (1, 2, 3, 99)] == [" Hello", " world", "bytes:\\xe4", ""]
-    assert [texts.data(id_) for id_ in (1, 3, 99)] == [b" Hello", b"\xe4", None]
+    assert [texts[id_].text for id_ in (1, 2, 3, 99)] == [" Hello", " world", "bytes:\\xe4", ""]
+    assert [texts[id_].data for id_ in (1, 3, 99)] == [b" Hello", b"\xe4", None]
 
 
 async def test_infinity_is_no_json(stack: Stack) -> None:
@@ -108,9 +111,30 @@ async def test_infinity_is_no_json(stack: Stack) -> None:
 
 def test_nor_is_what_no_number_is() -> None:
     texts = TokenTexts(Tokenizer(models.BPE({"a": 0}, [])), {})
-    tokens = [ScoredToken(0, "a", Score(math.nan, [(0, math.nan)]))]
-    for written in (chat_logprobs(tokens, texts), LegacyLogprobs(texts).of(tokens)):
-        assert json.dumps(written, allow_nan=False).count("-9999.0") == 2
+    for value, told in ((math.nan, -9999.0), (-math.inf, -9999.0), (math.inf, 0.0), (1e-7, 0.0)):  # the last: rounding
+        tokens = [ScoredToken(0, "a", scored(value, {0: value}))]
+        entry = json.loads("".join(chat_logprobs(tokens, texts)))["content"][0]
+        assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (told, told)
+        legacy = json.loads("".join(LegacyLogprobs(texts).of(tokens)))
+        assert (legacy["token_logprobs"], legacy["top_logprobs"]) == ([told], [{"a": told}])
+
+
+def scored(logprob: float, top: dict[int, float]) -> Score:
+    return Score(logprob, np.array(list(top), "<i4"), np.array(list(top.values()), "<f4"))
+
+
+def test_lpb_03_different_tokens_of_one_text_leave_the_lists_equally_long() -> None:
+    pieces = {"<unk>": 0, "▁a": 1, "<0x20>": 2, "▁": 3}
+    tokenizer = Tokenizer(models.BPE(pieces, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokens = [ScoredToken(id_, " ", scored(-1.0, {2: -1.0, 3: -1.0, 1: -2.0})) for id_ in (2, 3)]
+    written = json.loads("".join(LegacyLogprobs(TokenTexts(tokenizer, {})).of(tokens)))
+    assert written == {
+        "tokens": [" ", " "],
+        "token_logprobs": [-1.0, -1.0],
+        "top_logprobs": [{" ": -1.0, " a": -2.0}] * 2,
+        "text_offset": [0, 1],
+    }
 
 
 async def test_echo(stack: Stack) -> None:
@@ -130,6 +154,35 @@ async def test_echo(stack: Stack) -> None:
                 assert "".join(joined["tokens"]) == f"{text} world"
                 assert joined["text_offset"][-1] == len(f"{text} world") - len(joined["tokens"][-1])
     assert (await stack.complete(prompt="hello", echo=True, n=2)).json()["choices"][1]["text"] == "hello world"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 20])
+async def test_choices_share_the_log_probabilities_of_their_prompt(stack: Stack, stream: bool, max_tokens: int) -> None:
+    """The choice that brings them comes last."""
+    text, others_came = " world" if max_tokens else "", asyncio.Event()
+
+    def script(submit: Submit) -> Script:
+        if len(stack.scheduler.submits) == 6 or not max_tokens:
+            others_came.set()
+        if not submit.HasField("prompt_logprobs"):
+            return Script([stack.encode(text), [EOS]])
+        return Script([stack.encode(text), [EOS]], waits_for=others_came)
+
+    stack.scheduler.script = script
+    body = {"prompt": ["hello", "é😀"], "n": 3, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "stream": stream}
+    response = await stack.complete(**body)
+    assert [submit.HasField("prompt_logprobs") for submit in stack.scheduler.submits] == (
+        [True, False, False] if max_tokens else [True]
+    ) * 2
+    chunks = events(response.content) if stream else [response.json()]
+    for index in range(6):
+        own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        prompt = body["prompt"][index // 3]  # type: ignore[index]
+        assert "".join(choice["text"] for choice in own) == prompt + text
+        values = [value for choice in own for value in choice["logprobs"]["token_logprobs"]]
+        assert values == [None] + [-1.0] * (len(stack.encode(prompt) + stack.encode(text)) - 1)
+        assert own[-1]["finish_reason"] == ("stop" if max_tokens else "length")
 
 
 async def test_echo_alone_scores_a_prompt(stack: Stack) -> None:
