@@ -79,6 +79,7 @@ class SchedulerClient:
         self._stub: GenerationStub | None = None  # of its scheduler
         self._generations: dict[int, Generation] = {}
         self._last_request = 0
+        self._leaving = False
         self._failures = 0  # in a row
         self._lost: Cause = "lost"  # how the last session ended
         self._holding: asyncio.TimerHandle | None = None  # while requests are held: when that ends
@@ -118,8 +119,14 @@ class SchedulerClient:
         except grpc.aio.AioRpcError as error:
             raise Unavailable(f"the scheduler tells no status: {error.code().name.lower()}", retry_after_s=RETRY_AFTER_S) from error
 
+    def leave(self) -> None:
+        """Ends the session in good order, and with it `run`: so the scheduler does not take us for one that died."""
+        self._leaving = True
+        if self._outbox is not None:
+            self._outbox.close()
+
     async def run(self) -> None:
-        """Connects, and connects again whenever the session ends; until cancelled, which ends all requests."""
+        """Connects, and connects again whenever the session ends; until cancelled or after `leave`, which end all requests."""
         told = ""
         try:
             while True:
@@ -131,6 +138,8 @@ class SchedulerClient:
                         }
                         target, description = await self._find_leader(stubs)
                         await self._serve(target, stubs[target], description)
+                    if self._leaving:
+                        return
                     cause = "the scheduler has ended the session"
                 except grpc.aio.AioRpcError as error:
                     cause = _words(error)
@@ -216,7 +225,7 @@ class SchedulerClient:
         """Holds what has not ended."""
         self._outbox = None
         self._holding = asyncio.get_running_loop().call_later(self._wait_s, self._give_up)
-        if self._generations:
+        if self._generations and not self._leaving:
             logger.warning("%d requests wait up to %g s for a scheduler", len(self._generations), self._wait_s)
 
     def _give_up(self) -> None:

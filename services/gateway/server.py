@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(("/health",))  # that need no key
 BACKLOG = 2048
+LEAVE_S = 0.5  # for the scheduler to end the session that we have ended
 LAST_WORDS_S = 5  # for the errors of answers that were not done in time
 KEEP_ALIVE_S = 75  # of an idle connection: longer than load balancers and clients keep one, so that they close first
 
@@ -96,7 +97,10 @@ async def _serve_http(stop: asyncio.Event, listener: socket.socket, gateway: Gat
         await asyncio.wait((session, http, stopping, following), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await asyncio.wait((http,), timeout=settings.drain_s)
-        session.cancel()  # which ends what still runs
+        gateway.scheduler.leave()
+        if gateway.scheduler.is_up:
+            await asyncio.wait((session,), timeout=LEAVE_S)
+        session.cancel()  # with it ends what still runs
         await http
     finally:
         for task in (session, http, stopping, following):

@@ -57,7 +57,7 @@ class Worker:
     ) -> None:
         """on_change: called when a group has come or gone. tls and name: see `shared.rpc.channel`."""
         self._target, self._tls, self._name = target, tls, name
-        self._leaving = False
+        self.leaving = False  # its pod is about to stop
         self.listed = True  # else its streams are its last ones
         self._groups: set[Group] = set()
         self._scheduler, self._leadership, self._metrics = scheduler, leadership, metrics
@@ -86,7 +86,7 @@ class Worker:
                         await asyncio.sleep(delay_s)
                         delay_s = min(delay_s * 1.5, LAST_DELAY_S)
                         all_open = await self._open_streams(stub)
-                if self._leaving or not self.listed:
+                if self.leaving or not self.listed:
                     return
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 1.5, LAST_DELAY_S)
@@ -95,14 +95,10 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*self._streams.values(), return_exceptions=True)
 
-    @property
-    def leaving(self) -> bool:
-        return self._leaving
-
     def leave(self) -> None:
         """Its pod is about to stop: no new requests, and those that it has move where there is room."""
-        if not self._leaving:
-            self._leaving = True
+        if not self.leaving:
+            self.leaving = True
             self._tell("", "about to stop")
             for group in self._groups:
                 self._scheduler.drain_group(group, time.monotonic())
@@ -111,7 +107,7 @@ class Worker:
     async def _open_streams(self, stub: ExecutionStub) -> bool:
         """Opens a stream to each group that is ready and has none. Returns whether every group has one."""
         self._streams = {name: task for name, task in self._streams.items() if not task.done()}
-        if self._leaving or not self.listed:
+        if self.leaving or not self.listed:
             return False
         try:
             with _grpc_errors():
@@ -216,7 +212,7 @@ class Worker:
         self._scheduler.add_group(group, time.monotonic())
         self._groups.add(group)
         self._tell(group.name, what)
-        if self._leaving:  # it was about to stop while the stream was being opened
+        if self.leaving:  # it was about to stop while the stream was being opened
             self._scheduler.drain_group(group, time.monotonic())
         self._on_change()
 

@@ -6,6 +6,7 @@ Counters and histograms are told; gauges are read from the live state by each sc
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,7 @@ class EngineState:
 
 ReadState = Callable[[], EngineState]
 
+CUTTING = ("gateway", "worker")
 TOKEN_MODES = ("prefill_compute", "prefill_cache", "decode")
 PLAN_ITERATIONS_BUCKETS = tuple(float(iterations) for iterations in range(1, MAX_BURST + 1))
 PAGE_STATES = ("ready", "owned", "pending", "cached", "cooling")
@@ -151,6 +153,13 @@ class SchedulerMetrics:
             registry=registry,
         )
         self._moved = {planned: moved.labels(model_name, "drained" if planned else "lost") for planned in (True, False)}
+        cut_off = Counter(
+            "lockstep_scheduler_requests_cut_off",
+            "Requests that were not done when the time of a gateway or worker that stopped was over.",
+            ["model_name", "component"],
+            registry=registry,
+        )
+        self._cut_off = {component: cut_off.labels(model_name, component) for component in CUTTING}
         leads = Gauge("lockstep_scheduler_leads", "1 while this scheduler leads, 0 while it stands by.", ["model_name"], registry=registry)
         self._leads = leads.labels(model_name)
         self.no_engine = self.engine(NO_ENGINE)
@@ -184,6 +193,10 @@ class SchedulerMetrics:
     def moved(self, requests: int, *, planned: bool) -> None:
         """So many have lost their group, or have left one that drains."""
         self._moved[planned].inc(requests)
+
+    def cut_off(self, component: Literal["gateway", "worker"], requests: int) -> None:
+        """One of these has stopped in good order, and this many were still in work."""
+        self._cut_off[component].inc(requests)
 
 
 class EngineMetrics:

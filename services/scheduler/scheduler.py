@@ -142,10 +142,12 @@ class Scheduler:
             if len(self._tombstones) > MAX_TOMBSTONES:
                 self._tombstones.popitem(last=False)
 
-    def drop_session(self, session: int, now: float) -> None:
-        """The gateway is gone: nobody waits for its requests."""
-        for request in [request for request in self._requests.values() if request.key.session == session]:
+    def drop_session(self, session: int, now: float) -> int:
+        """The gateway is gone: nobody waits for its requests. Returns how many they were."""
+        left = [request for request in self._requests.values() if request.key.session == session]
+        for request in left:
             self._end(request, CANCELLED, now)
+        return len(left)
 
     # From workers
 
@@ -168,6 +170,8 @@ class Scheduler:
         self.groups.remove(group)
         self._share()
         group.metrics.unwatch(group.state, planned=group.draining)
+        if group.draining and not self._paused:  # paused: it is we who leave
+            self._metrics.cut_off("worker", group.load)
         self.deliver(group.ended(), now)
         self._metrics.moved(group.num_running, planned=group.draining)
         requests = group.evacuate()

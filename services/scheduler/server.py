@@ -119,6 +119,7 @@ class GenerationService(GenerationServicer):
         try:
             async for message in messages:
                 self._on_message(message, session)
+            session.left = True
             session.outbox.close()
         except LockstepError as error:
             session.outbox.close(error)
@@ -155,7 +156,9 @@ class GenerationService(GenerationServicer):
     def _close(self, session: GatewaySession) -> None:
         del self._sessions[session.number]
         session.close()
-        self.scheduler.drop_session(session.number, time.monotonic())
+        requests = self.scheduler.drop_session(session.number, time.monotonic())
+        if session.left:
+            self._metrics.cut_off("gateway", requests)
         logger.info("gateway %s: session %d has ended", session.gateway, session.number)
 
     def end_sessions(self) -> None:

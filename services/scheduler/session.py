@@ -19,6 +19,7 @@ class GatewaySession:
 
     def __init__(self, number: int, gateway: str, clock: Callable[[], float]) -> None:
         self.number, self.gateway = number, gateway
+        self.left = False  # the gateway has ended it in good order
         self.outbox: Outbox[GenerationSessionResponse] = Outbox(lambda: GenerationSessionResponse(heartbeat=SessionHeartbeat()))
         self._clock = clock
         self._updated: dict[Request, None] = {}

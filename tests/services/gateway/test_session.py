@@ -212,6 +212,7 @@ async def test_answers_that_take_too_long_to_end_get_an_error(start: Any) -> Non
         stack.stop.set()
         rest = [line async for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert stack.scheduler.left == 1  # which it is told, so that it can count what was cut off
 
 
 async def test_a_long_prompt_does_not_hold_up_others(start: Any) -> None:

@@ -48,6 +48,10 @@ class Metrics(SchedulerMetrics):
     def value(self, name: str, engine: str = "blue", **labels: str) -> float | None:
         return self.registry.get_sample_value(name, {"model_name": "tiny", "engine": engine, **labels})
 
+    def cut_off_by(self, component: str) -> float | None:
+        labels = {"model_name": "tiny", "component": component}
+        return self.registry.get_sample_value("lockstep_scheduler_requests_cut_off_total", labels)
+
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
@@ -187,6 +191,17 @@ def test_rejected_requests_are_counted_by_reason() -> None:
     metrics.rejected(REJECT_REASON_OVERLOADED)
     labels = {"model_name": "tiny", "reason": "overloaded"}
     assert metrics.registry.get_sample_value("lockstep_scheduler_requests_rejected_total", labels) == 1
+
+
+def test_what_a_stopping_worker_leaves_undone_is_counted() -> None:
+    run = Run()
+    for draining in (False, True):
+        run.add_group()
+        run.submit(1 + draining)
+        if draining:
+            run.scheduler.drain_group(run.group, 0.0)
+        run.scheduler.remove_group(run.group, 0.0)
+        assert run.metrics.cut_off_by("worker") == draining
 
 
 def test_the_twins_can_be_left_out() -> None:

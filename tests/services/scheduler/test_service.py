@@ -404,6 +404,12 @@ async def test_the_admin_port_tells_readiness_and_what_requests_went_through(tmp
         assert await metric("lockstep_scheduler_requests_moved_total", "cause=lost") == 1
         answer = await admin.get("/readyz")
         assert (answer.status_code, answer.text) == (503, "no worker group is ready\n")
+        async with session(target) as leaving:
+            leaving.submit(submit(1, [1], 3))
+            leaving.outbox.close()  # as a gateway does that is at the end of its time
+            await eventually_async(lambda: leaving.ended_well)
+        assert await metric("lockstep_scheduler_requests_cut_off_total", "component=gateway") == 1
+        assert await metric("lockstep_scheduler_requests_cut_off_total", "component=worker") == 0
 
 
 async def test_epochs_rise_above_what_others_have_seen(tmp_path: Path) -> None:
