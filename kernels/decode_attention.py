@@ -29,6 +29,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     splits: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """q `[B, Q, H]`, caches `[P, N, K, H]`, page_table `[S, max_pages]` int32, slots and lengths `[B]` int32 -> `[B, Q, H]`.
 
@@ -37,10 +38,12 @@ def decode_attention(
     splits: shares that a row is cut into at most, chosen by shape if None; with a fixed number a row's result does not depend
     on the batch, and never on the order in which shares are ready. On a GPU, calls on different streams of one device must not
     overlap, since they share counters; slots and lengths must not come from the kernel just before; N must be a power of two.
+    out: a contiguous tensor for the result.
     """
     if q.is_cuda:
-        return decode_attention_triton(q, k_cache, v_cache, page_table, slots, lengths, scale, window, splits)
-    return decode_attention_torch(q, k_cache, v_cache, page_table, slots, lengths, scale, window)
+        return decode_attention_triton(q, k_cache, v_cache, page_table, slots, lengths, scale, window, splits, out)
+    result = decode_attention_torch(q, k_cache, v_cache, page_table, slots, lengths, scale, window)
+    return result if out is None else out.copy_(result)
 
 
 def decode_attention_torch(
@@ -88,12 +91,15 @@ def config(head_size: int, element_bytes: int) -> Config:
 MAX_SPLITS = 32
 
 
-def choose_splits(rows: int, kv_heads: int, positions: int, device: torch.device) -> int:
+def choose_splits(rows: int, kv_heads: int, positions: int, device: torch.device, least: int = 1) -> int:
     """Shares of a row for four programs a multiprocessor: what ran fastest on an H200 from 4 to 64 rows of 8 KV heads.
 
     positions: the most that the page table can hold. One row of 8,192: 17 us in 32 shares, 21 in 16; of 1,000: 0.4 us the other way.
+    least: where positions allow it, for batches of which most rows may be nobody's.
     """
-    return max(min(4 * multiprocessors(device) // max(rows * kv_heads, 1), positions // 128, MAX_SPLITS), 1)
+    if rows * kv_heads > MAX_COUNTERS:
+        return 1
+    return max(min(max(4 * multiprocessors(device) // max(rows * kv_heads, 1), least), positions // 128, MAX_SPLITS), 1)
 
 
 def decode_attention_triton(
@@ -106,11 +112,12 @@ def decode_attention_triton(
     scale: float,
     window: int | None = None,
     splits: int | None = None,
+    out: Tensor | None = None,
     tuned: Config | None = None,
 ) -> Tensor:
     (rows, q_heads, head_size), (_, page_size, kv_heads, _), max_pages = q.shape, k_cache.shape, page_table.shape[1]
     group = q_heads // kv_heads
-    out = q.new_empty(rows, q_heads, head_size)
+    out = q.new_empty(rows, q_heads, head_size) if out is None else out
     if rows == 0:
         return out
     block, warps, stages = tuned or config(head_size, q.element_size())

@@ -29,8 +29,9 @@ def plan_unpack(
     """page_table `[S, pages]` int32, length and last_token `[S]` int32, done `[S]` bool; the plan's sections, int32.
 
     Returns ids and positions `[T]` int32, locations `[T]` int64 (page * N + offset), KV lengths `[D + P]` int32 with this
-    step's tokens, and query_starts `[P + 1]` int32. A done decode row has KV length 0 and writes to location 0, in the
-    scratch page. On a GPU one launch, which reads nothing but device memory: with the sections at fixed addresses, a graph can hold it.
+    step's tokens, and query_starts `[P + 1]` int32. The row of a done slot has KV length 0 and writes to location 0, in the
+    scratch page; one of prefill has all its tokens at position 0, however many they are.
+    On a GPU one launch, which reads nothing but device memory: with the sections at fixed addresses, a graph can hold it.
     """
     implementation = plan_unpack_triton if page_table.is_cuda else plan_unpack_torch
     return implementation(
@@ -59,14 +60,15 @@ def plan_unpack_torch(
     query_starts[1:] = prefill_lengths.cumsum(0)
     row = torch.repeat_interleave(prefill_lengths, output_size=len(prefill_ids))
     offset = torch.arange(len(prefill_ids), dtype=torch.int32, device=row.device) - query_starts[row]
-    prefill_positions = prefill_starts[row] + offset
-    prefill_locations = _locate(page_table, prefill_slots.long()[row], prefill_positions, page_size)
+    prefilled = ~done[prefill_slots.long()]
+    prefill_positions = (prefill_starts[row] + offset).where(prefilled[row], 0)
+    prefill_locations = _locate(page_table, prefill_slots.long()[row], prefill_positions, page_size).where(prefilled[row], 0)
 
     return (
         torch.cat((last_token[slots], prefill_ids)),
         torch.cat((decode_positions, prefill_positions)),
         torch.cat((decode_locations, prefill_locations)),
-        torch.cat(((decode_positions + 1).where(active, 0), prefill_starts + prefill_lengths)),
+        torch.cat(((decode_positions + 1).where(active, 0), (prefill_starts + prefill_lengths).where(prefilled, 0))),
         query_starts,
     )
 
@@ -135,17 +137,19 @@ def _kernel(
         tl.store(query_starts_ptr + prefill_rows, prefill_tokens)
         inside = row < prefill_rows
         end = tl.load(prefill_starts_ptr + row, mask=inside, other=0) + tl.load(prefill_lengths_ptr + row, mask=inside, other=0)
-        tl.store(lengths_ptr + decode_rows + row, end, mask=inside)
+        active = tl.load(done_ptr + tl.load(prefill_slots_ptr + row, mask=inside, other=0), mask=inside, other=1) == 0
+        tl.store(lengths_ptr + decode_rows + row, tl.where(active, end, 0), mask=inside)
     else:
         token = (block - decode_blocks - row_blocks) * TOKENS + tl.arange(0, TOKENS)
         inside = token < prefill_tokens
         row, offset = _row_of(token, prefill_lengths_ptr, prefill_rows, ROWS)
         slot = tl.load(prefill_slots_ptr + row, mask=inside, other=0)
-        position = tl.load(prefill_starts_ptr + row, mask=inside, other=0) + offset
+        active = inside & (tl.load(done_ptr + slot, mask=inside, other=1) == 0)
+        position = tl.where(active, tl.load(prefill_starts_ptr + row, mask=inside, other=0) + offset, 0)
         place = decode_rows + token
         tl.store(ids_ptr + place, tl.load(prefill_ids_ptr + token, mask=inside, other=0), mask=inside)
         tl.store(positions_ptr + place, position, mask=inside)
-        tl.store(locations_ptr + place, _locate_block(page_table_ptr, slot, position, inside, max_pages, N), mask=inside)
+        tl.store(locations_ptr + place, _locate_block(page_table_ptr, slot, position, active, max_pages, N), mask=inside)
 
 
 @triton.jit

@@ -29,16 +29,18 @@ def prefill_attention(
     max_query: int,
     scale: float,
     window: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """q `[T, Q, H]`, caches `[P, N, K, H]`, page_table `[S, max_pages]` int32, slots and lengths `[R]` int32 -> `[T, Q, H]`.
 
     The queries `query_starts[r] .. query_starts[r + 1]` (`[R + 1]` int32, at most `max_query` a row) stand at the last
     positions of the `lengths[r]` tokens of slot `slots[r]`; each attends to its own position and those before it, with a
     window to the last `window` of them. A token's result depends on its own row's positions alone, neither on the batch nor on
-    how the row was cut in chunks, bit by bit on a GPU. N must be a power of two there.
+    how the row was cut in chunks, bit by bit on a GPU. A row of length 0 gives zeros for all its queries. N must be a power of two
+    on a GPU. out: a contiguous tensor for the result.
     """
     implementation = prefill_attention_triton if q.is_cuda else prefill_attention_torch
-    return implementation(q, k_cache, v_cache, page_table, slots, query_starts, lengths, max_query, scale, window)
+    return implementation(q, k_cache, v_cache, page_table, slots, query_starts, lengths, max_query, scale, window, out)
 
 
 def prefill_attention_torch(
@@ -52,14 +54,16 @@ def prefill_attention_torch(
     max_query: int,
     scale: float,
     window: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     page_size, kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // kv_heads
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    out.zero_()
     starts, row_lengths = query_starts.tolist(), lengths.tolist()
     for row, length in enumerate(row_lengths):
         first, last = starts[row], starts[row + 1]
-        if first == last:
+        if first == last or length == 0:
             continue
         pages = page_table[slots[row].long(), : (length + page_size - 1) // page_size].long()
         k, v = (cache[pages].flatten(0, 1)[:length].float().repeat_interleave(group, dim=1).transpose(0, 1) for cache in (k_cache, v_cache))
@@ -108,20 +112,21 @@ def prefill_attention_triton(
     max_query: int,
     scale: float,
     window: int | None = None,
+    out: Tensor | None = None,
     tuned: Config | None = None,
 ) -> Tensor:
     (tokens, q_heads, head_size), (_, page_size, kv_heads, _), rows = q.shape, k_cache.shape, slots.shape[0]
     group = q_heads // kv_heads
-    out = q.new_zeros(tokens, q_heads, head_size) if rows == 0 else q.new_empty(tokens, q_heads, head_size)
+    out = q.new_empty(tokens, q_heads, head_size) if out is None else out
     if tokens == 0 or rows == 0:
-        return out
+        return out.zero_()
     query_block, key_block, warps, stages = tuned or config(head_size, q.element_size(), capability(q.device) >= HOPPER)
     query_block = max(query_block, triton.next_power_of_2(group))
     tile_tokens = query_block // group
     tiles = min(tokens // tile_tokens + rows, triton.cdiv(max_query, tile_tokens) * rows)
     _kernel[(kv_heads, tiles)](
         q, k_cache, v_cache, page_table, slots, query_starts, lengths, out,
-        scale * math.log2(math.e), *q.stride()[:2], page_table.shape[1], rows, window or 0,
+        scale * math.log2(math.e), *q.stride()[:2], page_table.shape[1], tokens, rows, window or 0,
         kv_heads, group, head_size, page_size, window is not None, tile_tokens, triton.next_power_of_2(rows),
         query_block, triton.next_power_of_2(head_size), key_block, stages, num_warps=warps, **pdl_options(q.device),
     )  # fmt: skip
@@ -131,7 +136,7 @@ def prefill_attention_triton(
 @triton.jit
 def _kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr, query_starts_ptr, lengths_ptr, out_ptr,
-    scale_log2, q_token_stride, q_head_stride, max_pages, rows, window,
+    scale_log2, q_token_stride, q_head_stride, max_pages, tokens, rows, window,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
     ROWS_BLOCK: tl.constexpr, QUERY_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -140,6 +145,11 @@ def _kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    # n rows with t tokens have at most t // TOKENS + n tiles. A program past that ends at once: in a captured step, whose rows are a
+    # bound too, there are many. `past` is a row before which n are: when none from there on has tokens, nothing is left for this tile.
+    past = tile - tokens // TOKENS
+    if (past >= 0) & (tl.load(query_starts_ptr + tl.minimum(tl.maximum(past, 0), rows)) == tl.load(query_starts_ptr + rows)):
+        return
     # Row r has `ceil(queries / TOKENS)` tiles, after those of the rows before it. All rows are read at once, in one latency.
     index = tl.arange(0, ROWS_BLOCK)
     in_rows = index < rows
@@ -171,7 +181,7 @@ def _kernel(
         first_position = length - num_queries + tile * TOKENS  # of the tile's first token: all its tokens see up to here
         end = tl.minimum(first_position + TOKENS, length)
         begin = 0
-        open_end = first_position + 1  # all the tile's tokens see the positions before it
+        open_end = tl.maximum(first_position + 1, 0)  # all the tile's tokens see the positions before it; of a row without any, none
         if WINDOW:
             begin = tl.maximum(first_position - window + 1, 0)
             open_end = begin  # a window is short: one loop, with the mask

@@ -122,8 +122,10 @@ def attention(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = 
     cache, q = zeros(4, 16, kv_heads, head_size, dtype=dtype), zeros(300, q_heads, head_size, dtype=dtype)
     for rows, window in ((1, None), (300, 100)):  # split and not
         decode_attention.decode_attention_triton(q[:rows], cache, cache, int32(4, 512), int32(rows), int32(rows), 0.1, window)
-    for window in (None, 100):
-        prefill_attention.prefill_attention_triton(q, cache, cache, int32(4, 512), int32(4), int32(5), int32(4), 300, 0.1, window)
+    for rows, window in ((128, None), (4, 100)):
+        prefill_attention.prefill_attention_triton(
+            q, cache, cache, int32(4, 512), int32(rows), int32(rows + 1), int32(rows), 300, 0.1, window
+        )
 
 
 def mixture(tokens: int) -> None:

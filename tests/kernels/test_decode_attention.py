@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.decode_attention import decode_attention_torch, decode_attention_triton
+from kernels.decode_attention import choose_splits, decode_attention, decode_attention_torch, decode_attention_triton
 from tests.kernels.paged import PagedCache, attention
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, implementations, randn
 
@@ -42,7 +42,11 @@ def test_matches_float64(implementation, q_heads, kv_heads, head_size, page_size
 def test_a_row_of_length_zero_gives_zeros(implementation):
     cache = PagedCache([20, 30], 2, 64, 16, torch.float32)
     slots, lengths = torch.tensor([[0, 1], [0, 30]], dtype=torch.int32, device=DEVICE)
-    out = implementation(randn(2, 4, 64, seed=1), cache.k_cache, cache.v_cache, cache.page_table, slots, lengths, 0.1)
+    room = torch.full((3, 4, 64), torch.nan, device=DEVICE)
+    arguments = (randn(2, 4, 64, seed=1), cache.k_cache, cache.v_cache, cache.page_table, slots, lengths, 0.1)
+    out = implementation(*arguments)
+    decode_attention(*arguments, out=room[1:])
+    assert_near(room[1:], out, ulps=4)
     assert out[0].equal(torch.zeros(4, 64, device=DEVICE))
     assert out[1].isfinite().all()
 
@@ -51,6 +55,11 @@ def test_a_row_of_length_zero_gives_zeros(implementation):
 def test_no_rows(implementation):
     cache, none = PagedCache([20], 2, 64, 16, torch.float32), torch.zeros(0, dtype=torch.int32, device=DEVICE)
     assert implementation(randn(0, 4, 64, seed=1), cache.k_cache, cache.v_cache, cache.page_table, none, none, 0.1).shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("rows, least, splits", [(1, 1, 4), (64, 1, 1), (64, 4, 4), (2**14, 4, 1)])
+def test_a_row_is_cut_by_what_the_device_has_room_for_and_the_least(rows, least, splits):
+    assert choose_splits(rows, 8, 8192, torch.device("cpu"), least) == splits
 
 
 @pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference is not split")

@@ -19,6 +19,7 @@ IMPLEMENTATIONS = implementations(plan_unpack_torch, plan_unpack_triton)
         ([3, 0, 1], [(2, 0, 5), (4, 8, 3), (5, 3, 1)]),
         ([1, 3], [(0, 4, 4)]),
         ([3, 1, 1, 1], []),  # a captured batch that is filled up with a done slot
+        ([3, 1], [(2, 0, 5), (1, 0, 300), (1, 0, 0)]),  # prefill too, with more tokens than the slot has positions
         ([0, 3] * 70, [(2, 0, 17), (4, 1, 1)] * 30),  # more of each than a program takes
     ],
 )
@@ -40,10 +41,10 @@ def test_matches_a_loop_over_rows(implementation, decode_slots: list[int], chunk
     for slot, start, size in chunks:
         for position in range(start, start + size):
             expected[0].append(int(ids[at]))
-            expected[1].append(position)
-            expected[2].append(int(page_table[slot, position // PAGE]) * PAGE + position % PAGE)
+            expected[1].append(0 if done[slot] else position)
+            expected[2].append(0 if done[slot] else int(page_table[slot, position // PAGE]) * PAGE + position % PAGE)
             at += 1
-        expected[3].append(start + size)
+        expected[3].append(0 if done[slot] else start + size)
         query_starts.append(at)
 
     slots, starts, sizes = torch.tensor(chunks, dtype=torch.int32, device=DEVICE).view(-1, 3).T.contiguous()

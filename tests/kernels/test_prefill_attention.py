@@ -48,6 +48,18 @@ def test_matches_float64(implementation, q_heads, kv_heads, head_size, page_size
     assert_near(out, torch.cat(expected), ulps=2, floor=1e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_batch_is_filled_up_by_rows_without_keys_and_rows_without_tokens(implementation, window):
+    cache = PagedCache([33, 1], 1, 64, 16, torch.float16)
+    q, shared = randn(70, 4, 64, seed=1, dtype=torch.float16), (cache.k_cache, cache.v_cache, cache.page_table)
+    alone = implementation(q[:34], *shared, int32([0, 1]), int32([0, 33, 34]), int32([33, 1]), 33, 0.1, window)
+    slots, starts, lengths = int32([0, *[1] * 9]), int32([0, 33, 34, *[70] * 8]), int32([33, 1, *[0] * 8])
+    filled = implementation(q, *shared, slots, starts, lengths, 70, 0.1, window, torch.full_like(q, torch.nan))
+    assert_near(filled[:34], alone, ulps=2)
+    assert filled[34:].equal(torch.zeros_like(filled[34:]))
+
+
 @pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference does not promise it")
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_token_is_the_same_in_every_batch_and_chunk(window):

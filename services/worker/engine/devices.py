@@ -4,7 +4,7 @@ import torch
 
 from services.worker.distributed.rendezvous import CommunicatorKind
 from services.worker.engine.interface import RankSpec
-from services.worker.engine.staging import ALIGNED
+from services.worker.engine.sizes import ALIGNED
 from shared.errors import ConfigError
 
 HOST_KV_CACHE_BYTES = 1 << 30  # of a rank on a CPU that nobody told otherwise

@@ -23,8 +23,9 @@ from services.worker.engine.penalties import Penalties
 from services.worker.engine.rehearsal import Rehearsal
 from services.worker.engine.sampling import CandidateSampler, FullSampler, Sampler
 from services.worker.engine.sections import Sections, decode_sections, samples, sections_of
+from services.worker.engine.sizes import PrefillSizes, aligned
 from services.worker.engine.slots import Slots
-from services.worker.engine.staging import PlanStaging, ResultRing, aligned, prefill_shape
+from services.worker.engine.staging import PlanStaging, ResultRing
 from services.worker.kvcache import CacheShape, LayerCache, allocate
 from services.worker.layers.backends import backends
 from services.worker.layers.linear import head_share
@@ -83,7 +84,7 @@ class TorchEngine:
         self.penalties = Penalties(spec.slots + 1, self.sampler.columns, self.sampler.first, device)
         self.prompt_scores = PromptScores(spec.slots, self.sampler)
         self.max_length = max_length
-        self._rehearsal = Rehearsal(self.step, self.slots.padding, spec.slots, max_length, spec.max_step_tokens, device)
+        self._rehearsal = Rehearsal(self.step, self.slots.padding, spec.slots, spec.max_step_tokens, device)
         self.caches: list[LayerCache] = []
         self.token_ids = torch.empty(0)  # [pages * page_size] int32: whose keys and values the cache holds at each place
         shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
@@ -102,11 +103,14 @@ class TorchEngine:
         self.staging: PlanStaging | None = None
         self.graphs: Graphs | None = None
         if device.type == "cuda":
-            self.staging = PlanStaging(spec.slots, spec.max_step_tokens, max_length, self.slots.padding, device)
-            self.results = ResultRing(spec.slots)
             self._rehearsal.compile(progress)
+            # The same on every rank: what they add up must have one size.
+            most = group.minimum(self._rehearsal.tokens_worth_capturing()) if spec.cuda_graphs else 0
+            sizes = PrefillSizes(spec.slots, most)
+            self.staging = PlanStaging(spec.slots, spec.max_step_tokens, sizes, self.slots.padding, device)
+            self.results = ResultRing(spec.slots)
             if spec.cuda_graphs:
-                self.graphs = Graphs(spec.slots, max_length, spec.max_step_tokens, self.step, self.staging, progress)
+                self.graphs = Graphs(spec.slots, sizes, self.step, self.staging, progress)
             torch.cuda.synchronize()
 
     def reset(self) -> None:
@@ -249,9 +253,9 @@ class TorchStep:
             return self.choose(*self.forward())
         if not prefills:
             return self.engine.step(decode_sections(staging.decode_slots[:decodes]), 0, features)
-        rows, tokens = prefill_shape(prefills, len(plan.prefill_ids), self.engine.max_length)
-        filled = staging.sections(aligned(decodes), rows, tokens)
-        result = self.engine.step(filled, int(plan.prefill_lengths.max()), features)
+        missing = staging.filled.tokens - len(plan.prefill_ids)  # are one row's, too
+        filled = staging.sections(aligned(decodes), staging.filled)
+        result = self.engine.step(filled, max(int(plan.prefill_lengths.max()), missing), features)
         begin = aligned(decodes)
         return torch.cat((result[:decodes], result[begin : begin + prefills])) if decodes else result[:prefills]
 

@@ -11,26 +11,11 @@ from torch import Tensor
 from services.worker.engine.interface import LAUNCH_AHEAD
 from services.worker.engine.logprobs import COLUMNS, ids_of, records_of
 from services.worker.engine.sections import Sections, row_sections
+from services.worker.engine.sizes import Prefill, PrefillSizes, aligned, launched_rows
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.plan import MAX_PLAN_BYTES, Int32s, Plan
 
 RESULTS = LAUNCH_AHEAD + 2  # one is read while the launched ones are written
-# Prompt tokens of captured steps, and their rows, one of nobody among them: with more, a step takes longer than its launches.
-PREFILL_SIZES = (16, 32, 64, 128, 256, 512)
-PREFILL_ROWS = 8
-ALIGNED = 16  # of all counts that a kernel is given, so that it is compiled once: Triton compiles anew for counts that 16 divides
-
-
-def aligned(count: int) -> int:
-    return -(-count // ALIGNED) * ALIGNED
-
-
-def prefill_shape(prefill_rows: int, tokens: int, max_length: int) -> tuple[int, int]:
-    """Rows and tokens that prefill is filled up to: a captured size, or one of few that steps are launched with."""
-    size = next((size for size in PREFILL_SIZES if size >= tokens), None)
-    if prefill_rows < PREFILL_ROWS and size is not None and size <= max_length:
-        return PREFILL_ROWS, size
-    return max(1 << prefill_rows.bit_length(), ALIGNED), aligned(tokens)
 
 
 class PlanStaging:
@@ -41,17 +26,18 @@ class PlanStaging:
         prefill ids | prefill slots, starts, lengths, flags | decode slots | words
     """
 
-    def __init__(self, slots: int, max_step_tokens: int, max_length: int, padding: int, device: torch.device) -> None:
-        """padding: the slot of rows that fill up a batch."""
-        self._padding, self._max_length = padding, max_length
-        rows, ids = prefill_shape(slots, max(max_step_tokens, PREFILL_SIZES[-1]), max_length)
-        self._sizes = [ids, *[max(rows, PREFILL_ROWS)] * 4, aligned(slots), MAX_PLAN_BYTES // 4]
+    def __init__(self, slots: int, max_step_tokens: int, sizes: PrefillSizes, padding: int, device: torch.device) -> None:
+        """sizes: what prefill is filled up to. padding: the slot of rows that do that."""
+        self._prefill_sizes, self._padding = sizes, padding
+        ids = max(aligned(max_step_tokens), *(size.tokens for size in sizes.captured), 0)
+        self._sizes = [ids, *[launched_rows(slots)] * 4, aligned(slots), MAX_PLAN_BYTES // 4]
         self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self._arrays = [np.split(each.numpy(), np.cumsum(self._sizes)[:-1]) for each in self._pinned]
         self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
         self.loaded: Int32s | None = None  # the words of the plan that is on the device
+        self.filled = Prefill(0, 0)  # what its prefill is filled up to
         self.prefill_ids, *prefill, self.decode_slots, self.words = self._device.split(self._sizes)  # int32
         self.prefill = dict(zip(("slots", "starts", "lengths", "flags"), prefill, strict=True))
 
@@ -62,10 +48,10 @@ class PlanStaging:
             array.fill_(value)
         self.prefill["lengths"][:1].fill_(prefill_tokens)
 
-    def sections(self, decode_rows: int, prefill_rows: int, prefill_tokens: int) -> Sections:
+    def sections(self, decode_rows: int, prefill: Prefill) -> Sections:
         """The plan's rows, filled up to these numbers."""
-        slots, starts, lengths, flags = (self.prefill[name][:prefill_rows] for name in ("slots", "starts", "lengths", "flags"))
-        sections = row_sections(self.decode_slots[:decode_rows], slots, starts, lengths, self.prefill_ids[:prefill_tokens])
+        slots, starts, lengths, flags = (self.prefill[name][: prefill.rows] for name in ("slots", "starts", "lengths", "flags"))
+        sections = row_sections(self.decode_slots[:decode_rows], slots, starts, lengths, self.prefill_ids[: prefill.tokens])
         return {**sections, "prefill_flags": flags}
 
     def load(self, plan: Plan, words: Int32s) -> None:
@@ -78,7 +64,7 @@ class PlanStaging:
         begin = sum(self._sizes[:-2])
         if prefills:
             begin = 0
-            _, size = prefill_shape(prefills, len(plan.prefill_ids), self._max_length)
+            self.filled = self._prefill_sizes.of(prefills, len(plan.prefill_ids))
             for array, values, rest in (
                 (ids, plan.prefill_ids, 0),
                 (slots, plan.prefill_slots, self._padding),
@@ -88,7 +74,7 @@ class PlanStaging:
             ):
                 array[: len(values)] = values
                 array[len(values) :] = rest
-            lengths[prefills] = size - len(plan.prefill_ids)  # a row of nobody takes what is left
+            lengths[prefills] = self.filled.tokens - len(plan.prefill_ids)  # a row of nobody takes what is left
         decode_slots[:decodes] = plan.decode_slots
         decode_slots[decodes:] = self._padding
         all_words[: len(words)] = words

@@ -10,6 +10,7 @@ from services.worker.engine.sections import decode_sections, row_sections
 from tests.tiny import MAX_LENGTH, tiny_model
 
 PAGE_SIZE = 4
+MISSING = MAX_LENGTH + 40  # prompt tokens of nobody: more than a slot has positions for
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +60,10 @@ def test_a_mixed_batch_is_filled_up(engine: TorchEngine, decodes: tuple[int, ...
         ints(*decodes, *[nobody] * (4 - len(decodes))),
         ints(2, 3, *[nobody] * 3),
         ints(0, 3, 0, 0, 0),
-        ints(7, 2, 16 - len(prompt), 0, 0),
-        ints(*prompt, *[0] * (16 - len(prompt))),
+        ints(7, 2, MISSING, 0, 0),
+        ints(*prompt, *[0] * MISSING),
     )
-    result = engine.step(filled, 16, NO_FEATURES)
+    result = engine.step(filled, MISSING, NO_FEATURES)
     assert torch.equal(torch.cat((result[: len(decodes)], result[4:6])), expected)
     assert result[len(decodes) : 4].tolist() == [-1] * (4 - len(decodes))
     assert torch.equal(engine.slots.length, state[0])
