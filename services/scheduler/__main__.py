@@ -13,6 +13,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.scheduler.connection import Worker
 from services.scheduler.debug import groups_page
 from services.scheduler.file_lease import FileLease
+from services.scheduler.group import Group
+from services.scheduler.health import Health
 from services.scheduler.history import History
 from services.scheduler.leadership import Leadership, Lease, NoLease
 from services.scheduler.metrics import SchedulerMetrics
@@ -23,6 +25,7 @@ from shared.admin import admin
 from shared.metrics import new_registry
 from shared.process import write_ports
 from shared.protocol.generation_pb2_grpc import add_GenerationServicer_to_server
+from shared.protocol.plan import Limits, Plan
 from shared.rpc import SERVER_OPTIONS, host_port, start_server
 from shared.service import run
 from shared.tracing import tracing
@@ -86,7 +89,7 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             return "stopping"
         if not leadership.leads:  # to stand by is what it is there for
             return None
-        return None if any(not group.draining for group in scheduler.groups) else "no worker group is ready"
+        return None if any(not each.draining for each in scheduler.groups) else "no worker group is ready"
 
     async def tell_health() -> None:
         while True:
@@ -105,12 +108,21 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             await asyncio.sleep(TICK_S)
             scheduler.tick(time.monotonic())
 
+    async def with_workers(workers: Workers) -> None:
+        try:
+            await workers.run()
+        finally:
+            # Whatever ends us: while one stream after the other is closed, no request moves on to the next and back to its client as lost.
+            scheduler.pause()
+            generation.end_sessions()
+            await workers.close()
+
     async def lead(address: str) -> None:
         await leadership.acquire(address)
         workers = Workers(worker)
         for target in settings.worker:
             workers.add(target)
-        works = [tick(), leadership.hold(), workers.run()]
+        works = [tick(), leadership.hold(), with_workers(workers)]
         if follow is not None:
             works.append(follow(workers.follow))
         await _together(works)
@@ -126,22 +138,28 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
     add_GenerationServicer_to_server(generation, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
 
-    def worker(target: str, name: str | None) -> Worker:
-        return Worker(
-            target,
-            scheduler,
-            leadership,
-            metrics,
+    def group(
+        name: str, limits: Limits, highest_slot_epoch: int, send: Callable[[Plan], None], wake: Callable[[float], None], health: Health
+    ) -> Group:
+        return Group(
+            name,
+            limits,
+            highest_slot_epoch,
             settings.max_step_tokens,
             settings.overlap,
+            send,
+            scheduler.deliver,
+            metrics.engine(name),
             settings.bursts,
             settings.jump,
             settings.policy,
             settings.prefix_cache,
-            changed.set,
-            settings.tls_folder,
-            name,
+            wake,
+            health,
         )
+
+    def worker(target: str, name: str | None) -> Worker:
+        return Worker(target, scheduler, leadership, group, settings.plan_deadline_s, changed.set, settings.tls_folder, name)
 
     pages = {
         "/debug/requests": lambda: scheduler.requests_page(time.monotonic()),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from services.scheduler import batching
 from services.scheduler.admission import Admissions
 from services.scheduler.gathering import Gathering
+from services.scheduler.health import Health
 from services.scheduler.lead import Lead, StepTimes
 from services.scheduler.memory import Memory
 from services.scheduler.meter import Meter, Throughput
@@ -62,8 +63,10 @@ class Group:
         policy: PolicyName = "mixed",
         prefix_cache: bool = True,
         wake: Callable[[float], None] | None = None,
+        health: Health | None = None,
     ) -> None:
         self.name = name
+        self.health = health or Health()
         self.limits = limits
         self.draining = False  # no new requests
         self.paused = False  # no new plans
@@ -129,13 +132,18 @@ class Group:
         return next(iter(self._outstanding), self._next_plan_id) - 1
 
     @property
+    def oldest(self) -> Outstanding | None:
+        """The first of the plans that are on their way."""
+        return self._outstanding.get(self.passed + 1)
+
+    @property
     def num_outstanding(self) -> int:
         return len(self._outstanding)
 
     def state(self) -> EngineState:
         """For the metrics; may be called from any thread."""
         return EngineState(
-            ready=not self.draining,
+            ready=self.health.is_well and not self.draining,
             running=self.num_running,
             waiting=len(self.waiting),
             waiting_tokens=self.waiting.tokens,
@@ -279,6 +287,7 @@ class Group:
             request.slot = None
             request.moves += 1
             request.unplanned_moves += not self.draining
+        self._updated.clear()  # all have been told, or are returned; a timer may still call
         return begun + self.waiting.drain()
 
     def ended(self) -> list[Request]:
@@ -335,7 +344,7 @@ class Group:
             self._wake(wait_s)
 
     def _measure_lead(self) -> None:
-        oldest = self._outstanding.get(self.passed + 1)
+        oldest = self.oldest
         self.lead_us = self._queued_us - oldest.estimate_us if oldest else 0
 
     # Results

@@ -12,6 +12,7 @@ from typing import Any
 
 from opentelemetry.trace import NoOpTracer, Tracer, set_span_in_context
 
+from services.scheduler.metrics import RequestTimes
 from services.scheduler.requests import Finished, Request
 from services.scheduler.timeline import phases, text
 from shared.protocol.generation_pb2 import FinishReason, RejectReason
@@ -34,10 +35,26 @@ class History:
         self._log_level = logging.INFO if log_requests else logging.DEBUG
         self._ended: deque[JSON] = deque(maxlen=MAX_ENDED)
 
-    def ended(self, request: Request, group: str, now: float) -> None:
-        """Logs its timeline, sends its spans, remembers it."""
+    def ended(self, request: Request, group: str, times: RequestTimes) -> None:
+        """Logs it and, on demand, its timeline, sends its spans, remembers it."""
+        now = times.ended_at
         request.timeline.add(now, "ended", group, len(request.output))
         self._ended.append(_described(request, now))
+        logger.info(
+            "a request has ended",
+            extra={
+                "request_id": request.request_id,
+                "attempt": request.attempt,
+                "group": group or None,
+                "end": _end(request),
+                "detail": request.end and request.end.detail,
+                "prompt_tokens": len(request.prompt_ids),
+                "completion_tokens": len(request.output),
+                "queue_s": round(times.queue_s, 4),
+                "ttft_s": None if times.ttft_s is None else round(times.ttft_s, 4),
+                "total_s": round(times.total_s, 4),
+            },
+        )
         if logger.isEnabledFor(self._log_level):
             way = text(request.timeline, request.arrived_at)
             logger.log(self._log_level, "the way of a request", extra={"request_id": request.request_id, "timeline": way})

@@ -6,7 +6,7 @@ Counters and histograms are told; gauges are read from the live state by each sc
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,8 @@ class EngineState:
 
 ReadState = Callable[[], EngineState]
 
+MoveCause = Literal["drained", "lost", "failed"]
+MOVE_CAUSES: tuple[MoveCause, ...] = get_args(MoveCause)
 CUTTING = ("gateway", "worker")
 TOKEN_MODES = ("prefill_compute", "prefill_cache", "decode")
 PLAN_ITERATIONS_BUCKETS = tuple(float(iterations) for iterations in range(1, MAX_BURST + 1))
@@ -89,7 +91,11 @@ GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_requests_running", "Requests that have a slot.", lambda state: state.running),
     ("num_requests_waiting", "Requests that wait for a slot.", lambda state: state.waiting),
     ("num_tokens_waiting", "Tokens that waiting requests have to prefill.", lambda state: state.waiting_tokens),
-    ("scheduler_group_ready", "1 while the group takes requests.", lambda state: state.ready),
+    (
+        "scheduler_group_ready",
+        "1 while the group takes requests: it is there, does not drain and is not ejected.",
+        lambda state: state.ready,
+    ),
     ("scheduler_outstanding_plans", "Plans whose results are not in.", lambda state: state.outstanding_plans),
     ("scheduler_lead_seconds", "Time of the work that is queued at the group behind the plan that runs.", lambda state: state.lead_s),
     ("scheduler_lead_target_seconds", "Time of work that should be queued there.", lambda state: state.lead_target_s),
@@ -152,7 +158,7 @@ class SchedulerMetrics:
             ["model_name", "cause"],
             registry=registry,
         )
-        self._moved = {planned: moved.labels(model_name, "drained" if planned else "lost") for planned in (True, False)}
+        self._moved = {cause: moved.labels(model_name, cause) for cause in MOVE_CAUSES}
         cut_off = Counter(
             "lockstep_scheduler_requests_cut_off",
             "Requests that were not done when the time of a gateway or worker that stopped was over.",
@@ -190,9 +196,9 @@ class SchedulerMetrics:
         """A request was not accepted."""
         self._rejected[reason].inc()
 
-    def moved(self, requests: int, *, planned: bool) -> None:
-        """So many have lost their group, or have left one that drains."""
-        self._moved[planned].inc(requests)
+    def moved(self, requests: int, cause: MoveCause) -> None:
+        """So many have left a group that drains, have lost theirs, or have met one at which their rows, or all, have failed."""
+        self._moved[cause].inc(requests)
 
     def cut_off(self, component: Literal["gateway", "worker"], requests: int) -> None:
         """One of these has stopped in good order, and this many were still in work."""
@@ -227,6 +233,8 @@ class EngineMetrics:
         self._step_tokens = series.step_tokens.labels(*labels)
         self._step = series.step.labels(*labels)
         self._iterations = series.iterations.labels(*labels)
+        self._lost = {overdue: series.lost.labels(*labels, "overdue" if overdue else "broken") for overdue in (True, False)}
+        self._ejected = series.ejected.labels(*labels)
         self._cost = series.cost.labels(*labels)
         gauges.read[name] = []
 
@@ -275,6 +283,14 @@ class EngineMetrics:
         self._ttft.observe(queue_s + prefill_s)
         self._queue.observe(queue_s)
         self._prefill.observe(prefill_s)
+
+    def lost(self, *, overdue: bool) -> None:
+        """The group's stream broke or, since it answered nothing, was given up."""
+        self._lost[overdue].inc()
+
+    def ejected(self) -> None:
+        """The group is of no use, and others get its requests."""
+        self._ejected.inc()
 
     def preempted(self) -> None:
         """A running request has lost its slot and will go on later."""
@@ -339,6 +355,8 @@ class _Series:
             "mode",
         )
         self.success = counter("request_success", "Requests that have ended, by reason.", "finished_reason")
+        self.lost = counter("scheduler_group_losses", "Streams to a group that broke, or were given up since nothing came.", "cause")
+        self.ejected = counter("scheduler_group_ejections", "Times that a group was ejected: others got its requests.")
         self.step_tokens = histogram("iteration_tokens_total", "Tokens of a step, decodes and prefill together.", STEP_TOKENS_BUCKETS)
         self.step = histogram("scheduler_step_seconds", "Time of a step, as the worker measured it.", STEP_BUCKETS)
         self.iterations = histogram("scheduler_plan_iterations", "Iterations of a plan: a burst has several.", PLAN_ITERATIONS_BUCKETS)

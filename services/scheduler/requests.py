@@ -87,7 +87,8 @@ class Request:
     preemptions: int = 0
     skips: int = 0  # how often others were admitted before it that came later
     moves: int = 0  # to another group, after it had begun at one
-    unplanned_moves: int = 0  # groups that were lost while they computed it, and schedulers before us
+    unplanned_moves: int = 0  # groups that were lost while they computed it or at which it failed, and schedulers before us
+    failed_at: tuple[object, ...] = ()  # groups at which a row of it has failed
     leaving: bool = False  # its group gives it up once what is on its way for it has come
     held_until: float | None = None  # while no group can take it
     timeline: Timeline = field(default_factory=Timeline)

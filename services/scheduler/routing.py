@@ -1,6 +1,6 @@
 """Which group gets a request: the one that has most of it in its prefix cache, unless that one has much more to do than others."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
 from services.scheduler.group import Group
@@ -10,6 +10,23 @@ from shared.protocol.plan import Int32s
 # What keeps a group busy, in tokens of prefill that take about as long.
 RUNNING_TOKENS = 32  # a request that runs: it makes every step a little longer
 QUEUED_TOKENS = 1_024  # a request before this one that waits for a slot: another has to end first
+
+
+def takes(group: Group, request: Request) -> bool:
+    """Whether the request may go there."""
+    return not group.draining and request.max_length <= group.max_length
+
+
+def place(groups: Sequence[Group], request: Request, now: float) -> Group | None:
+    """The group that a request goes to; None when none takes it.
+
+    Unless there is no other choice, not where it has failed, and not to a group that is ejected, but as the one request of its trial.
+    """
+    takers = [group for group in groups if takes(group, request)]
+    well = [group for group in takers if group.health.is_well]
+    trial = [group for group in takers if group.health.on_trial(now) and not group.load]
+    untried = [group for group in well + trial if group not in request.failed_at]
+    return choose(untried or well or takers, request)
 
 
 def choose(groups: Iterable[Group], request: Request) -> Group | None:

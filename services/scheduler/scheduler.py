@@ -1,17 +1,18 @@
 """All requests and all groups of this scheduler: what comes in, where it goes, when it is given up. Without I/O, told the time."""
 
-import heapq
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 
 from services.scheduler import routing
-from services.scheduler.group import Deliver, Group
+from services.scheduler.deadlines import Deadlines
+from services.scheduler.group import FAILED, Deliver, Group
 from services.scheduler.history import History
-from services.scheduler.meter import Meter
 from services.scheduler.metrics import EngineState, RequestTimes, SchedulerMetrics
 from services.scheduler.model import Model
+from services.scheduler.overload import Overload
 from services.scheduler.requests import End, Finished, Key, Rejected, Request
+from services.scheduler.steps import StepResult
 from services.scheduler.validation import Refused, to_request
 from services.scheduler.waiting import WaitingQueue
 from shared.protocol.generation_pb2 import (
@@ -19,19 +20,14 @@ from shared.protocol.generation_pb2 import (
     FINISH_REASON_DEADLINE,
     FINISH_REASON_STOP,
     FINISH_REASON_UNAVAILABLE,
-    REJECT_REASON_DEADLINE,
-    REJECT_REASON_OVERLOADED,
     REJECT_REASON_TOO_LONG,
     REJECT_REASON_UNAVAILABLE,
-    FinishReason,
-    RejectReason,
     Submit,
 )
 
 logger = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 10_000
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 MAX_UNPLANNED_MOVES = 3  # of a request: one that takes along every group that computes it must end
 
 CANCELLED = Finished(FINISH_REASON_CANCELLED)
@@ -62,7 +58,7 @@ class Scheduler:
     ) -> None:
         self.model: Model | None = None
         self.groups: list[Group] = []
-        self._max_waiting_requests, self._max_waiting_tokens = max_waiting_requests, max_waiting_tokens
+        self._load = Overload(max_waiting_requests, max_waiting_tokens, now)
         self._group_wait_s = group_wait_s
         self._deliver = deliver
         self._metrics = metrics
@@ -72,9 +68,8 @@ class Scheduler:
         self._placed: dict[Group, None] = {}  # groups that have requests which they were not yet told to begin
         self._held = WaitingQueue()  # until a group can take them
         self._paused = False
-        self._deadlines: list[tuple[float, Key, int]] = []  # a heap of (deadline, request, attempt)
+        self._deadlines = Deadlines()
         self._tombstones: OrderedDict[Key, int] = OrderedDict()  # highest attempt cancelled of requests that are unknown
-        self._ended = Meter(now)
         metrics.no_engine.watch(lambda: EngineState(waiting=len(self._held), waiting_tokens=self._held.tokens))
 
     @property
@@ -120,12 +115,13 @@ class Scheduler:
         elif reason is not None:  # all had been delivered but its end
             request.end = Finished(reason)
         if request.end is not None:
-            self._log_end(request, None, now)
+            self._count_end(request, None, now)
             self._deliver([request], now)
             return None
-        rejected = (None if request.interrupted else self._overload(request, now)) or self._place(request, now)
-        if rejected is None and request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.key, request.attempt))
+        refused = None if request.interrupted else self._load.refuses(request, self._held, self.groups, now)
+        rejected = refused or self._place(request, now)
+        if rejected is None:
+            self._deadlines.add(request)
         return rejected
 
     def cancel(self, key: Key, attempt: int, now: float, *, stopped: bool = False, accepted_tokens: int | None = None) -> None:
@@ -165,15 +161,31 @@ class Scheduler:
         self._place_anew(group.waiting.drain(), now, hold=True)
         self._move_running(group, now)
 
-    def remove_group(self, group: Group, now: float) -> None:
-        """A group is lost: its requests go on elsewhere, or wait for its return."""
+    def on_result(self, group: Group, result: StepResult, now: float) -> None:
+        """Takes what a group has computed, and judges it by that. Raises as `Group.on_result`."""
+        failed_before = group.all_failed_results
+        group.on_result(result, now)
+        health = group.health
+        if group.all_failed_results > failed_before:
+            if health.fail(now):
+                self._tell_ejection(group)
+                self._relieve(group, now)
+        elif not group.all_failed_results:
+            if not health.is_well:
+                logger.info("group %s computes again", group.name)
+            health.succeed()
+
+    def remove_group(self, group: Group, now: float, *, overdue: bool = False) -> None:
+        """A group is lost: its requests go on elsewhere, or wait for its return. overdue: it was given up, since it answered nothing."""
         self.groups.remove(group)
         self._share()
+        if not group.draining:
+            self._judge_loss(group, overdue, now)
         group.metrics.unwatch(group.state, planned=group.draining)
         if group.draining and not self._paused:  # paused: it is we who leave
             self._metrics.cut_off("worker", group.load)
         self.deliver(group.ended(), now)
-        self._metrics.moved(group.num_running, planned=group.draining)
+        self._metrics.moved(group.num_running, "drained" if group.draining else "lost")
         requests = group.evacuate()
         too_often = [request for request in requests if request.unplanned_moves > MAX_UNPLANNED_MOVES]
         for request in too_often:
@@ -198,45 +210,66 @@ class Scheduler:
         for group in self.groups:
             group.lead.share(len(self.groups))
 
+    def _judge_loss(self, group: Group, overdue: bool, now: float) -> None:
+        """What answers nothing is ejected at once, what breaks off in the middle of its work when it has done nothing but fail before."""
+        group.metrics.lost(overdue=overdue)
+        if overdue:
+            group.health.eject(now)
+        if overdue or (group.num_outstanding and group.health.fail(now)):
+            self._tell_ejection(group)
+
+    def _relieve(self, group: Group, now: float) -> None:
+        """Others get its requests, as far as they have room for those that run at once; without others it goes on as it can."""
+        if any(other.health.is_well and not other.draining for other in self.groups):
+            self._place_anew(group.waiting.drain(), now)
+            self._move_running(group, now)
+
+    def _tell_ejection(self, group: Group) -> None:
+        """Logs the first in a row."""
+        group.metrics.ejected()
+        if group.health.ejections == 1:
+            logger.warning("group %s is ejected until it computes something again: every row failed, or nothing came", group.name)
+
     def deliver(self, updated: list[Request], now: float) -> None:
-        """What groups call: forgets the requests that have ended and passes all on. Those that have left a group are placed anew."""
+        """What groups call: forgets the requests that have ended and passes all on. Those that have left a group are placed anew, as are
+        those whose row has failed: another group may be able to compute them."""
         left = [request for request in updated if request.leaving and request.slot is None and request.end is None]
-        for request in updated:
+        ended = [request for request in updated if request.end is not None]
+        failed = [request for request in ended if request.end is FAILED and self._may_go_on(request)]
+        for request in failed:
+            request.end = None
+        for request in ended:
             if request.end is not None:
                 del self._requests[request.key]
-                self._log_end(request, self._group_of.pop(request, None), now)
-                self._ended.count(1, now)
+                self._count_end(request, self._group_of.pop(request, None), now)
+                self._load.on_end(now)
         self._deliver(updated, now)
-        for request in left:
+        drained = sum(self._group_of[request].draining for request in left)
+        self._metrics.moved(drained, "drained")
+        self._metrics.moved(len(left) - drained + len(failed), "failed")
+        for request in left + failed:
             request.moves += 1
-        self._metrics.moved(len(left), planned=True)
-        self._place_anew(left, now, hold=True)
+        self._place_anew(left + failed, now, hold=True)
 
-    def _log_end(self, request: Request, group: Group | None, now: float) -> None:
-        """Counts it, too: once for each request, whatever the number of its attempts."""
+    def _may_go_on(self, request: Request) -> bool:
+        """Whether a request whose row has failed is computed anew. It counts as if its group had been lost, since it may itself be the
+        cause; not where that group fails them all, and another takes it."""
+        group = self._group_of[request]
+        if group.health.is_well or not any(other.health.is_well and routing.takes(other, request) for other in self.groups):
+            request.unplanned_moves += 1
+        request.failed_at += (group,)
+        return request.unplanned_moves <= MAX_UNPLANNED_MOVES
+
+    def _count_end(self, request: Request, group: Group | None, now: float) -> None:
+        """Once for each request, whatever the number of its attempts."""
         end = request.end
-        self._history.ended(request, group.name if group is not None else "", now)
         times = RequestTimes(request.arrived_at, request.admitted_at, request.first_token_at, now)
+        self._history.ended(request, group.name if group is not None else "", times)
         if isinstance(end, Rejected):
             self._metrics.rejected(end.reason)
         elif end is not None and end is not SUPERSEDED:
             engine = group.metrics if group is not None else self._metrics.no_engine
             engine.ended(end.reason, len(request.prompt_ids), len(request.output), request.max_tokens, times)
-        logger.info(
-            "a request has ended",
-            extra={
-                "request_id": request.request_id,
-                "attempt": request.attempt,
-                "group": group.name if group is not None else None,
-                "end": end and (FinishReason.Name(end.reason) if isinstance(end, Finished) else RejectReason.Name(end.reason)),
-                "detail": end and end.detail,
-                "prompt_tokens": len(request.prompt_ids),
-                "completion_tokens": len(request.output),
-                "queue_s": round(times.queue_s, 4),
-                "ttft_s": None if times.ttft_s is None else round(times.ttft_s, 4),
-                "total_s": round(times.total_s, 4),
-            },
-        )
 
     # Time
 
@@ -244,20 +277,16 @@ class Scheduler:
         """Ends what has waited too long; to be called a few times a second."""
         for request in [request for request in self._held if request.held_until is not None and request.held_until <= now]:
             self._end(request, LOST if request.interrupted or request.output else UNAVAILABLE, now)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, key, attempt = heapq.heappop(self._deadlines)
-            due = self._requests.get(key)
-            if due is not None and due.attempt == attempt:
-                self._end(due, OUT_OF_TIME, now)
+        for request in self._deadlines.due(now):
+            self._end(request, OUT_OF_TIME, now)
         for group in self.groups:
             if group.draining:
                 self._move_running(group, now)
 
     def _place(self, request: Request, now: float, *, hold: bool = False) -> Rejected | None:
         """hold: it waits for a group that it fits, even if others are there; interrupted requests do in any case."""
-        groups = [group for group in self.groups if not group.draining]
-        group = routing.choose(groups, request)
-        if group is None and groups and not (hold or request.interrupted):
+        group = routing.place(self.groups, request, now)
+        if group is None and not (hold or request.interrupted) and not all(other.draining for other in self.groups):
             return TOO_LONG
         self._requests[request.key] = request
         request.leaving = False
@@ -291,8 +320,8 @@ class Scheduler:
 
     def _move_running(self, group: Group, now: float) -> None:
         """Lets go of what runs there as far as other groups have room for it at once; the rest goes on where it is."""
-        others = [other for other in self.groups if not other.draining]
-        room = sum(other.room for other in others) - sum(each.leaving for draining in self.groups for each in draining.running())
+        others = [other for other in self.groups if other.health.is_well and not other.draining]
+        room = sum(other.room for other in others) - sum(each.leaving for moving in self.groups for each in moving.running())
         for request in group.running():
             if room > 0 and not request.leaving and any(other.has_room(request) for other in others):
                 group.move(request, now)
@@ -305,20 +334,3 @@ class Scheduler:
                 request.end = rejected
                 self.deliver([request], now)
         self._start(now)
-
-    def _too_late(self, request: Request, now: float) -> Rejected | None:
-        """Better refused now than given up when its deadline has passed."""
-        wait_s = min((group.wait_s(now) for group in self.groups if not group.draining), default=0.0)
-        if request.deadline is None or now + wait_s < request.deadline:
-            return None
-        retry_s = min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
-        return Rejected(REJECT_REASON_DEADLINE, f"it would start in {wait_s:.1f} s, after its deadline", round(retry_s * 1e3))
-
-    def _overload(self, request: Request, now: float) -> Rejected | None:
-        requests = len(self._held) + sum(len(group.waiting) for group in self.groups)
-        tokens = self._held.tokens + sum(group.waiting.tokens for group in self.groups)
-        if requests < self._max_waiting_requests and (not requests or tokens + request.length <= self._max_waiting_tokens):
-            return self._too_late(request, now)
-        rate = self._ended.per_second(now)
-        retry_s = min(max(requests / rate if rate else 0.0, MIN_RETRY_S), MAX_RETRY_S)
-        return Rejected(REJECT_REASON_OVERLOADED, f"{requests} requests of {tokens} tokens wait already", round(retry_s * 1e3))

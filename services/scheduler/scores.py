@@ -38,16 +38,18 @@ class Scores:
         return len(self.prompt) + len(self.completion)
 
     def take_prompt(self, records: Logprobs) -> bool:
-        """Of a chunk: those of positions that are known already are left out. Returns whether all are finite.
+        """Of a chunk, but for positions that are known already. Returns whether they were taken: all are finite.
 
         Raises ProtocolError when they do not follow what is known.
         """
         new = records[records["position"] >= self.scored]
         if not np.array_equal(new["position"], np.arange(self.scored, self.scored + len(new))):
             raise ProtocolError(f"log-probabilities of a prompt from {new['position'][0]} on, where {self.scored} should follow")
+        if not np.isfinite(new["logprob"]).all():
+            return False
         self.scored += len(new)
         self.prompt = np.concatenate((self.prompt, new))
-        return bool(np.isfinite(new["logprob"]).all())
+        return True
 
     def take_token(self, record: bytes | None) -> None:
         """Of the completion's next token, which has come. Raises ProtocolError when something is wanted that has not."""

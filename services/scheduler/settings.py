@@ -36,6 +36,12 @@ class SchedulerSettings(Settings):
     max_waiting_requests: int = Field(1024, ge=1, description="Requests that may wait for a slot; further ones are rejected as overload.")
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="Prompt tokens that may wait; one request alone may exceed it.")
     group_wait_s: float = Field(30.0, ge=0, description="How long requests are held while no worker group can take them.")
+    plan_deadline_s: float = Field(
+        90.0,
+        gt=0,
+        description="A group that has plans and has answered none for so long, or 12 times its oldest plan's estimate if that is more, "
+        "is given up. Keep it above the workers' step_deadline_s, whose error says what hangs.",
+    )
     leadership: Annotated[str, StringConstraints(pattern=rf"^(none|file:.+|lease:{NAME}/{NAME})$")] = Field(
         "none",
         description="Who leads, of several schedulers: none, there is one; file:FOLDER, a lease in a folder that they share; "

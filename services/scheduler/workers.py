@@ -54,14 +54,15 @@ class Workers:
                 self._start(target, endpoint.name)
 
     async def run(self) -> None:
-        """Until cancelled. Raises what ended the task of a worker."""
-        try:
-            await self._broken
-        finally:
-            tasks = [task for _, task in self._running.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        """Until cancelled; `close` follows. Raises what ended the task of a worker."""
+        await self._broken
+
+    async def close(self) -> None:
+        """Ends all streams."""
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, target: str, name: str | None) -> None:
         worker = self._make(target, name)

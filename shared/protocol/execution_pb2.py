@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshared/protocol/execution.proto\x12\x0blockstep.v1\"4\n\x18\x45xecutionDescribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\"_\n\x19\x45xecutionDescribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12(\n\x06groups\x18\x02 \x03(\x0b\x32\x18.lockstep.v1.WorkerGroup\"\x9e\x02\n\x0bWorkerGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x10\n\x08progress\x18\x04 \x01(\x02\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\n\n\x02tp\x18\x06 \x01(\r\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\r\n\x05pages\x18\x08 \x01(\r\x12\r\n\x05slots\x18\t \x01(\r\x12\x12\n\nmax_length\x18\n \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x0f\n\x07\x65os_ids\x18\r \x03(\x05\x12\x15\n\rhighest_epoch\x18\x0e \x01(\x04\x12\x16\n\x0ehighest_stream\x18\x0f \x01(\x04\"&\n\x15\x45xecutionFilesRequest\x12\r\n\x05group\x18\x01 \x01(\t\"\xef\x01\n\x16\x45xecutionFilesResponse\x12@\n\x08manifest\x18\x01 \x01(\x0b\x32,.lockstep.v1.ExecutionFilesResponse.ManifestH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x1a\x32\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x1a\x43\n\x08Manifest\x12\x37\n\x05\x66iles\x18\x01 \x03(\x0b\x32(.lockstep.v1.ExecutionFilesResponse.FileB\t\n\x07message\"\x94\x01\n\x17\x45xecutionExecuteRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.lockstep.v1.ExecuteHelloH\x00\x12\x0e\n\x04plan\x18\x02 \x01(\x0cH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.lockstep.v1.ExecuteHeartbeatH\x00\x42\t\n\x07message\"\xdf\x01\n\x18\x45xecutionExecuteResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.lockstep.v1.ExecuteWelcomeH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.lockstep.v1.PlanResultH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.lockstep.v1.ExecuteHeartbeatH\x00\x12)\n\x08\x64raining\x18\x04 \x01(\x0b\x32\x15.lockstep.v1.DrainingH\x00\x42\t\n\x07message\"V\n\x0c\x45xecuteHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06stream\x18\x04 \x01(\x04\"F\n\x0e\x45xecuteWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x1a\n\x12highest_slot_epoch\x18\x02 \x01(\x05\"\x12\n\x10\x45xecuteHeartbeat\"\xc5\x01\n\nPlanResult\x12\x0c\n\x04plan\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06stream\x18\x03 \x01(\x04\x12\x12\n\niterations\x18\x04 \x01(\r\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\x12\x13\n\x0bslot_epochs\x18\x06 \x01(\x0c\x12\x0f\n\x07hold_us\x18\x07 \x01(\x03\x12\x10\n\x08start_us\x18\x08 \x01(\x03\x12\x0e\n\x06\x65nd_us\x18\t \x01(\x03\x12\x0f\n\x07idle_us\x18\n \x01(\x03\x12\x10\n\x08logprobs\x18\x0b \x01(\x0c\" \n\x08\x44raining\x12\x14\n\x0cremaining_ms\x18\x01 \x01(\r2\x96\x02\n\tExecution\x12Y\n\x08\x44\x65scribe\x12%.lockstep.v1.ExecutionDescribeRequest\x1a&.lockstep.v1.ExecutionDescribeResponse\x12R\n\x05\x46iles\x12\".lockstep.v1.ExecutionFilesRequest\x1a#.lockstep.v1.ExecutionFilesResponse0\x01\x12Z\n\x07\x45xecute\x12$.lockstep.v1.ExecutionExecuteRequest\x1a%.lockstep.v1.ExecutionExecuteResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshared/protocol/execution.proto\x12\x0blockstep.v1\"4\n\x18\x45xecutionDescribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\"_\n\x19\x45xecutionDescribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12(\n\x06groups\x18\x02 \x03(\x0b\x32\x18.lockstep.v1.WorkerGroup\"\x9e\x02\n\x0bWorkerGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x10\n\x08progress\x18\x04 \x01(\x02\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\n\n\x02tp\x18\x06 \x01(\r\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\r\n\x05pages\x18\x08 \x01(\r\x12\r\n\x05slots\x18\t \x01(\r\x12\x12\n\nmax_length\x18\n \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x0f\n\x07\x65os_ids\x18\r \x03(\x05\x12\x15\n\rhighest_epoch\x18\x0e \x01(\x04\x12\x16\n\x0ehighest_stream\x18\x0f \x01(\x04\"&\n\x15\x45xecutionFilesRequest\x12\r\n\x05group\x18\x01 \x01(\t\"\xef\x01\n\x16\x45xecutionFilesResponse\x12@\n\x08manifest\x18\x01 \x01(\x0b\x32,.lockstep.v1.ExecutionFilesResponse.ManifestH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x1a\x32\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x1a\x43\n\x08Manifest\x12\x37\n\x05\x66iles\x18\x01 \x03(\x0b\x32(.lockstep.v1.ExecutionFilesResponse.FileB\t\n\x07message\"\xc4\x01\n\x17\x45xecutionExecuteRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.lockstep.v1.ExecuteHelloH\x00\x12\x0e\n\x04plan\x18\x02 \x01(\x0cH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.lockstep.v1.ExecuteHeartbeatH\x00\x12.\n\x07goodbye\x18\x04 \x01(\x0b\x32\x1b.lockstep.v1.ExecuteGoodbyeH\x00\x42\t\n\x07message\"\xdf\x01\n\x18\x45xecutionExecuteResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.lockstep.v1.ExecuteWelcomeH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.lockstep.v1.PlanResultH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.lockstep.v1.ExecuteHeartbeatH\x00\x12)\n\x08\x64raining\x18\x04 \x01(\x0b\x32\x15.lockstep.v1.DrainingH\x00\x42\t\n\x07message\"V\n\x0c\x45xecuteHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06stream\x18\x04 \x01(\x04\"F\n\x0e\x45xecuteWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x1a\n\x12highest_slot_epoch\x18\x02 \x01(\x05\" \n\x0e\x45xecuteGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x12\n\x10\x45xecuteHeartbeat\"\xc5\x01\n\nPlanResult\x12\x0c\n\x04plan\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06stream\x18\x03 \x01(\x04\x12\x12\n\niterations\x18\x04 \x01(\r\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\x12\x13\n\x0bslot_epochs\x18\x06 \x01(\x0c\x12\x0f\n\x07hold_us\x18\x07 \x01(\x03\x12\x10\n\x08start_us\x18\x08 \x01(\x03\x12\x0e\n\x06\x65nd_us\x18\t \x01(\x03\x12\x0f\n\x07idle_us\x18\n \x01(\x03\x12\x10\n\x08logprobs\x18\x0b \x01(\x0c\" \n\x08\x44raining\x12\x14\n\x0cremaining_ms\x18\x01 \x01(\r2\x96\x02\n\tExecution\x12Y\n\x08\x44\x65scribe\x12%.lockstep.v1.ExecutionDescribeRequest\x1a&.lockstep.v1.ExecutionDescribeResponse\x12R\n\x05\x46iles\x12\".lockstep.v1.ExecutionFilesRequest\x1a#.lockstep.v1.ExecutionFilesResponse0\x01\x12Z\n\x07\x45xecute\x12$.lockstep.v1.ExecutionExecuteRequest\x1a%.lockstep.v1.ExecutionExecuteResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,19 +46,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXECUTIONFILESRESPONSE_MANIFEST']._serialized_start=690
   _globals['_EXECUTIONFILESRESPONSE_MANIFEST']._serialized_end=757
   _globals['_EXECUTIONEXECUTEREQUEST']._serialized_start=771
-  _globals['_EXECUTIONEXECUTEREQUEST']._serialized_end=919
-  _globals['_EXECUTIONEXECUTERESPONSE']._serialized_start=922
-  _globals['_EXECUTIONEXECUTERESPONSE']._serialized_end=1145
-  _globals['_EXECUTEHELLO']._serialized_start=1147
-  _globals['_EXECUTEHELLO']._serialized_end=1233
-  _globals['_EXECUTEWELCOME']._serialized_start=1235
-  _globals['_EXECUTEWELCOME']._serialized_end=1305
-  _globals['_EXECUTEHEARTBEAT']._serialized_start=1307
-  _globals['_EXECUTEHEARTBEAT']._serialized_end=1325
-  _globals['_PLANRESULT']._serialized_start=1328
-  _globals['_PLANRESULT']._serialized_end=1525
-  _globals['_DRAINING']._serialized_start=1527
-  _globals['_DRAINING']._serialized_end=1559
-  _globals['_EXECUTION']._serialized_start=1562
-  _globals['_EXECUTION']._serialized_end=1840
+  _globals['_EXECUTIONEXECUTEREQUEST']._serialized_end=967
+  _globals['_EXECUTIONEXECUTERESPONSE']._serialized_start=970
+  _globals['_EXECUTIONEXECUTERESPONSE']._serialized_end=1193
+  _globals['_EXECUTEHELLO']._serialized_start=1195
+  _globals['_EXECUTEHELLO']._serialized_end=1281
+  _globals['_EXECUTEWELCOME']._serialized_start=1283
+  _globals['_EXECUTEWELCOME']._serialized_end=1353
+  _globals['_EXECUTEGOODBYE']._serialized_start=1355
+  _globals['_EXECUTEGOODBYE']._serialized_end=1387
+  _globals['_EXECUTEHEARTBEAT']._serialized_start=1389
+  _globals['_EXECUTEHEARTBEAT']._serialized_end=1407
+  _globals['_PLANRESULT']._serialized_start=1410
+  _globals['_PLANRESULT']._serialized_end=1607
+  _globals['_DRAINING']._serialized_start=1609
+  _globals['_DRAINING']._serialized_end=1641
+  _globals['_EXECUTION']._serialized_start=1644
+  _globals['_EXECUTION']._serialized_end=1922
 # @@protoc_insertion_point(module_scope)

@@ -83,14 +83,16 @@ class ExecutionFilesResponse(_message.Message):
     def __init__(self, manifest: _Optional[_Union[ExecutionFilesResponse.Manifest, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class ExecutionExecuteRequest(_message.Message):
-    __slots__ = ("hello", "plan", "heartbeat")
+    __slots__ = ("hello", "plan", "heartbeat", "goodbye")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     hello: ExecuteHello
     plan: bytes
     heartbeat: ExecuteHeartbeat
-    def __init__(self, hello: _Optional[_Union[ExecuteHello, _Mapping]] = ..., plan: _Optional[bytes] = ..., heartbeat: _Optional[_Union[ExecuteHeartbeat, _Mapping]] = ...) -> None: ...
+    goodbye: ExecuteGoodbye
+    def __init__(self, hello: _Optional[_Union[ExecuteHello, _Mapping]] = ..., plan: _Optional[bytes] = ..., heartbeat: _Optional[_Union[ExecuteHeartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[ExecuteGoodbye, _Mapping]] = ...) -> None: ...
 
 class ExecutionExecuteResponse(_message.Message):
     __slots__ = ("welcome", "result", "heartbeat", "draining")
@@ -123,6 +125,12 @@ class ExecuteWelcome(_message.Message):
     protocol_version: str
     highest_slot_epoch: int
     def __init__(self, protocol_version: _Optional[str] = ..., highest_slot_epoch: _Optional[int] = ...) -> None: ...
+
+class ExecuteGoodbye(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class ExecuteHeartbeat(_message.Message):
     __slots__ = ()

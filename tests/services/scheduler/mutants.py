@@ -122,6 +122,13 @@ MUTANTS = (
         "pass",
     ),
     Mutant(
+        "requests whose row has failed go on",
+        "scheduler",
+        "Scheduler.deliver",
+        "self._place_anew(left + failed, now, hold=True)",
+        "self._place_anew(left, now, hold=True)",
+    ),
+    Mutant(
         "a Cancel may come before its Submit",
         "scheduler",
         "Scheduler._submit",

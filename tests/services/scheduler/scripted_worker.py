@@ -13,23 +13,26 @@ from shared.protocol.execution_pb2_grpc import ExecutionServicer, add_ExecutionS
 from shared.protocol.files import ModelFile, messages
 from shared.protocol.plan import Limits, decode, ids_to_bytes
 from shared.rpc import PROTOCOL_VERSION, SERVER_OPTIONS, Outbox, StreamEnded, received, start_server
-from tests.services.scheduler.device import EOS, Device
+from tests.services.scheduler.device import EOS, FAIL, Device, next_token
 
 FILES = (ModelFile("tokenizer.json", b"{}"), ModelFile("generation_config.json", b"[1]"))
 LIMITS = Limits(slots=4, pages=33, page_size=4, max_length=64, max_step_tokens=32, vocab_size=50)
 
 
 class ScriptedWorker(ExecutionServicer):
-    """Steps take `step_s`; none ends while `running` is clear."""
+    """Steps take `step_s`; none ends while `running` is clear, though heartbeats go on."""
 
-    def __init__(self, limits: Limits = LIMITS, fingerprint: str = "abc", step_s: float = 0.0005) -> None:
-        self.limits, self.fingerprint, self.step_s = limits, fingerprint, step_s
+    def __init__(self, limits: Limits = LIMITS, fingerprint: str = "abc", step_s: float = 0.0005, name: str = "group-0") -> None:
+        self.limits, self.fingerprint, self.step_s, self.name = limits, fingerprint, step_s, name
         self.ready = True
+        self.sick = False  # every row fails
         self.silent = False  # sends nothing, heartbeats included
         self.running = asyncio.Event()
         self.running.set()
         self.hellos: list[tuple[int, int]] = []
-        self.plans = 0
+        self.goodbyes: list[str] = []
+        self.received = 0  # plans
+        self.plans = 0  # computed
         self.prefills: list[int] = []  # rows with a prompt of each of them
         self.described_ready = 0  # times that Describe said so
         self.slot_epoch = 7
@@ -43,7 +46,7 @@ class ScriptedWorker(ExecutionServicer):
         self.described_ready += self.ready
         epoch, stream = max(self.hellos, default=(0, 0))
         group = pb.WorkerGroup(
-            name="group-0",
+            name=self.name,
             ready=self.ready,
             phase="ready" if self.ready else "loading weights",
             fingerprint=self.fingerprint,
@@ -98,14 +101,19 @@ class ScriptedWorker(ExecutionServicer):
     ) -> None:
         with contextlib.suppress(StreamEnded):
             async for message in incoming:
-                if message.WhichOneof("message") == "plan":
-                    plans.put_nowait((message.plan, time.monotonic()))
+                match message.WhichOneof("message"):
+                    case "plan":
+                        self.received += 1
+                        plans.put_nowait((message.plan, time.monotonic()))
+                    case "goodbye":
+                        self.goodbyes.append(message.goodbye.reason)
+                        break
         outbox.close()
 
     async def _compute(
         self, plans: asyncio.Queue[tuple[bytes, float]], outbox: Outbox[pb.ExecutionExecuteResponse], identity: tuple[int, int]
     ) -> None:
-        device = Device(self.limits)
+        device = Device(self.limits, model=lambda ids, vocab_size: FAIL if self.sick else next_token(ids, vocab_size))
         for slot in device.slots:
             slot.epoch = self.slot_epoch
         end = time.monotonic()

@@ -48,6 +48,7 @@ class SessionClient:
         self.outbox.put(pb.GenerationSessionRequest(hello=hello))
         self.call = stub.Session(aiter(self.outbox))
         self.answers: dict[tuple[int, int], Answer] = {}
+        self.unplanned_moves: dict[int, int] = {}  # by request, as told
         self.batches = 0
         self.epoch = 0
         self.ended_well = False
@@ -93,6 +94,7 @@ class SessionClient:
             answer = self.answers[tokens.request, tokens.attempt]
             assert tokens.first_index == len(answer.ids), "lost, repeated or reordered"
             assert not answer.ended
+            self.unplanned_moves[tokens.request] = tokens.unplanned_moves
             answer.ids.extend(ids_from_bytes(tokens.ids).tolist())
         for finished in batch.finished:
             answer = self.answers[finished.request, finished.attempt]

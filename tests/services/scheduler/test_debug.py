@@ -1,27 +1,15 @@
 """The scheduler's pages for people on its admin port, and its spans at a collector, over real gRPC and HTTP."""
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from tests.otlp import attributes, collecting
 from tests.services.scheduler.scripted_worker import ScriptedWorker, serving
 from tests.services.scheduler.session_client import session, submit
-from tests.services.scheduler.test_service import scheduling
+from tests.services.scheduler.test_service import debug_page, scheduling
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PROMPT = [*range(1, 31)]
-
-
-async def page(folder: Path, name: str) -> Any:
-    admin_port = json.loads((folder / "ports.json").read_text())["admin"]
-    async with httpx.AsyncClient(trust_env=False) as client:
-        answer = await client.get(f"http://127.0.0.1:{admin_port}/debug/{name}")
-    assert answer.headers["content-type"] == "application/json"
-    return answer.raise_for_status().json()
 
 
 async def test_requests_and_groups_are_shown_while_they_run_and_after(tmp_path: Path) -> None:
@@ -31,19 +19,19 @@ async def test_requests_and_groups_are_shown_while_they_run_and_after(tmp_path: 
         worker.running.clear()
         client.submit(submit(2, PROMPT, 20, ignore_eos=True, request_id="second", cache_salt=""))
         async with asyncio.timeout(10):
-            while not (requests := await page(tmp_path, "requests"))["live"]:
+            while not (requests := await debug_page(tmp_path, "requests"))["live"]:
                 await asyncio.sleep(0.01)
         (live,), (ended,) = requests["live"], requests["ended"]
         assert (live["request_id"], live["end"], live["cached_tokens"]) == ("second", None, 28)
         assert (ended["request_id"], ended["end"], ended["completion_tokens"]) == ("first", "length", 20)
         assert [event["what"] for event in ended["events"]] == ["queued", "admitted", "chunk", "first_token", "ended"]
         assert ended["events"][2] | {"at_s": 0} == {"at_s": 0, "what": "chunk", "group": "group-0", "tokens": 30, "known": 0}
-        (group,) = (await page(tmp_path, "groups"))["groups"]
+        (group,) = (await debug_page(tmp_path, "groups"))["groups"]
         assert (group["name"], group["running"], group["ready"]) == ("group-0", 1, True)
         assert [slot["request_id"] for slot in group["slots"]] == ["second"]
         worker.running.set()
         await client.ended(2)
-        assert not (await page(tmp_path, "requests"))["live"]
+        assert not (await debug_page(tmp_path, "requests"))["live"]
 
 
 async def test_spans_of_a_request_go_to_the_collector_under_its_gateways_trace(tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ def live_with_gateways(chance: Random) -> None:
                 machine.lose_a_group(which)
             case 6:
                 machine.let_time_pass(chance.choice([0.1, 2.0]))
+            case 7 if machine.running and chance.random() < 0.3:
+                machine.break_rows(which, whole_group=chance.random() < 0.5)
             case _:
                 machine.compute(which, count=chance.randint(1, 4))
         machine.nobody_is_forgotten()

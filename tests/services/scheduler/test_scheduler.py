@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.group import Group
+from services.scheduler.deadlines import SLACK
+from services.scheduler.group import FAILED, Group
+from services.scheduler.health import FIRST_S, MAX_FAILURES, Health
 from services.scheduler.model import Model
 from services.scheduler.requests import End, Finished, Key, Rejected, Request
 from services.scheduler.scheduler import (
@@ -24,7 +26,7 @@ from shared.protocol import generation_pb2 as pb
 from shared.protocol.plan import Limits, Plan
 from tests.services.scheduler import session_client
 from tests.services.scheduler.build import METRICS
-from tests.services.scheduler.device import EOS, Device
+from tests.services.scheduler.device import EOS, FAIL, Device
 
 LIMITS = Limits(slots=1, pages=41, page_size=4, max_length=64, max_step_tokens=16, vocab_size=50)
 MODEL = Model("abc", vocab_size=50, max_length=64, eos_ids=frozenset({EOS}), files=())
@@ -41,11 +43,12 @@ class Harness:
         self.plans: dict[Group, list[Plan]] = {}
         self.devices: dict[Group, Device] = {}
         self.outputs: dict[int, list[int]] = {}  # by request
+        self.sick: set[Group] = set()  # whose every row fails
         self.groups = [self.add_group() for _ in range(groups)]
 
-    def add_group(self, limits: Limits = LIMITS) -> Group:
+    def add_group(self, limits: Limits = LIMITS, **options: Any) -> Group:
         plans: list[Plan] = []
-        group = Group("group", limits, 0, 16, True, plans.append, self.scheduler.deliver, METRICS.engine("group"))
+        group = Group("group", limits, 0, 16, True, plans.append, self.scheduler.deliver, METRICS.engine("group"), **options)
         self.plans[group] = plans
         self.scheduler.add_group(group, self.now)
         return group
@@ -68,13 +71,13 @@ class Harness:
         self.now = now
         self.scheduler.tick(now)
 
-    def lose(self, group: Group) -> None:
-        self.scheduler.remove_group(group, self.now)
+    def lose(self, group: Group, *, overdue: bool = False) -> None:
+        self.scheduler.remove_group(group, self.now, overdue=overdue)
 
     def compute(self, group: Group, results: int) -> None:
-        device = self.devices.setdefault(group, Device(group.limits, model=lambda ids, vocab_size: 7))
+        device = self.devices.setdefault(group, Device(group.limits, model=lambda ids, vocab_size: FAIL if group in self.sick else 7))
         for _ in range(results):
-            group.on_result(device.run(self.plans[group].pop(0)), self.now)
+            self.scheduler.on_result(group, device.run(self.plans[group].pop(0)), self.now)
 
     def finish(self, group: Group) -> None:
         while self.plans[group]:
@@ -432,3 +435,165 @@ def test_who_could_not_start_in_time_is_refused_at_once() -> None:
     assert rejected.reason == pb.REJECT_REASON_DEADLINE
     assert 5_000 < rejected.retry_after_ms < 20_000  # 20 are left
     assert harness.submit(43, deadline_ms=2_000, delivered=(5,)) is None  # a resumed request is never refused for load
+
+
+def test_deadlines_of_requests_that_have_ended_do_not_pile_up() -> None:
+    harness = Harness()
+    for number in range(1_000):
+        harness.submit(number, deadline_ms=3_600_000)
+        harness.cancel(number)
+    assert len(harness.scheduler._deadlines) <= 2 * SLACK
+
+
+def test_a_timer_of_a_lost_group_tells_no_end_twice() -> None:
+    harness = Harness()
+    harness.submit(1, max_tokens=1)
+    group = harness.groups[0]
+    (request,) = group.running()
+    assert request.slot is not None
+    group.retire(request.slot, Finished(pb.FINISH_REASON_LENGTH), release=False)  # and then something broke
+    harness.lose(group)
+    harness.submit(1, max_tokens=1, attempt=2)
+    group.on_time(0.0)
+    assert set(harness.ends) == {(1, 1)}
+    assert harness.scheduler.num_requests == 1
+
+
+def test_a_request_whose_row_fails_goes_on_in_another_group_with_what_it_has() -> None:
+    harness = Harness(groups=2)
+    harness.submit(1, max_tokens=40)
+    one, other = sorted(harness.groups, key=lambda group: -group.load)
+    harness.compute(one, 2)
+    harness.sick.add(one)
+    harness.finish(one)
+    assert (one.load, other.load) == (0, 1)
+    assert one.health.is_well  # it may have been the request
+    assert harness.outputs[1]
+    harness.finish(other)
+    assert harness.ends == {(1, 1): Finished(pb.FINISH_REASON_LENGTH)}
+    assert harness.outputs[1] == [7] * 40
+
+
+def test_a_request_that_fails_everywhere_ends_and_so_does_every_one_of_the_only_group() -> None:
+    for groups in (1, 2, 6):
+        harness = Harness(groups=groups)
+        harness.sick.update(harness.groups)
+        harness.submit(1)
+        while harness.scheduler.num_requests:
+            for group in harness.groups:
+                if harness.plans[group]:
+                    harness.compute(group, 1)
+        assert harness.ends == {(1, 1): FAILED}
+        assert len(harness.devices) == min(groups, 1 + MAX_UNPLANNED_MOVES)  # that have computed anything
+
+
+def sicken(harness: Harness) -> tuple[Group, Group]:
+    """Of two groups one is ejected; returns it and the other."""
+    sick, well = harness.groups
+    harness.sick.add(sick)
+    number = 100
+    while sick.health.is_well:
+        number += 1
+        harness.submit(number, max_tokens=2)
+        harness.compute(sick, len(harness.plans[sick]))
+        harness.finish(well)
+    return sick, well
+
+
+def test_a_group_that_fails_every_row_is_ejected_and_what_waits_there_moves_and_does_not_count() -> None:
+    harness = Harness(groups=2)
+    harness.groups[0].health.failures = MAX_FAILURES - 1
+    sick, well = harness.groups
+    harness.sick.add(sick)
+    for number in range(8):
+        harness.submit(number, max_tokens=2)
+    assert sick.load == 4
+    (begun,) = sick.running()
+    harness.compute(sick, 1)
+    assert not sick.health.is_well
+    assert not sick.state().ready
+    assert len(sick.waiting) == 0
+    harness.finish(sick)  # who was admitted just then
+    assert (sick.load, well.load) == (0, 8)
+    requests = [*well.running(), *well.waiting]
+    assert [request for request in requests if request.unplanned_moves] == [begun]
+    harness.finish(well)
+    assert set(harness.ends.values()) == {Finished(pb.FINISH_REASON_LENGTH)}
+    assert len(harness.ends) == 8
+
+
+def test_an_ejected_group_is_tried_by_one_request_after_a_while_each_time_later() -> None:
+    harness = Harness(groups=2)
+    sick, well = sicken(harness)
+    for trial in range(1, 4):
+        for number in range(20):
+            harness.submit(1_000 * trial + number)
+        assert sick.load < 1  # not yet
+        harness.now += FIRST_S * 2 ** (trial - 1)
+        for number in range(20, 40):
+            harness.submit(1_000 * trial + number)
+        assert sick.load == 1
+        harness.finish(sick)
+        assert not sick.load
+        assert sick.health.ejections == trial + 1
+        harness.finish(well)
+    assert set(harness.ends.values()) == {Finished(pb.FINISH_REASON_LENGTH)}
+    harness.sick.clear()
+    harness.now += FIRST_S * 8
+    for number in range(10_000, 10_020):
+        harness.submit(number)
+    harness.compute(sick, 1)
+    assert sick.health.is_well
+    assert sick.state().ready
+
+
+def test_without_another_group_an_ejected_one_goes_on() -> None:
+    harness = Harness(groups=2)
+    sick, well = sicken(harness)
+    harness.lose(well)
+    harness.submit(1, max_tokens=3)
+    assert sick.load == 1
+    harness.sick.clear()
+    harness.finish(sick)
+    assert harness.ends[1, 1] == Finished(pb.FINISH_REASON_LENGTH)
+    assert sick.health.is_well
+
+
+def test_a_group_that_was_given_up_gets_one_request_at_a_time_when_it_is_back() -> None:
+    harness = Harness(groups=1)
+    health = Health()
+    hanging = harness.add_group(health=health)
+    harness.submit(1)
+    harness.submit(2)
+    assert hanging.load == 1
+    harness.lose(hanging, overdue=True)
+    back = harness.add_group(health=health)
+    for number in range(3, 10):
+        harness.submit(number)
+    assert back.load < 1
+    harness.now += FIRST_S
+    for number in range(10, 30):
+        harness.submit(number)
+    assert back.load == 1
+    harness.compute(back, 1)
+    for number in range(30, 50):
+        harness.submit(number)
+    assert back.load > 10
+
+
+def test_a_group_whose_stream_breaks_again_and_again_before_it_has_computed_anything_is_ejected() -> None:
+    harness = Harness(groups=1)
+    health = Health()
+    for losses in range(1, MAX_FAILURES + 1):
+        breaking = harness.add_group(health=health)
+        number = 100 * losses
+        while not breaking.load:
+            number += 1
+            harness.submit(number)
+        harness.lose(breaking)
+        assert health.is_well == (losses < MAX_FAILURES)
+    idle = harness.add_group(health=Health())
+    for _ in range(MAX_FAILURES):
+        harness.lose(idle)  # which tells nothing of it
+        idle = harness.add_group(health=idle.health)
+    assert idle.health.is_well

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.scheduler.group import Group
+from services.scheduler.health import Health
 from services.scheduler.model import Model
 from services.scheduler.requests import End, Finished, Key, Request
 from services.scheduler.scheduler import Scheduler
@@ -57,13 +58,14 @@ def check_scores(request: Request) -> None:
 class Running:
     """A group with its device and what is on the way to and from it."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, health: Health) -> None:
         self.plans: deque[Plan] = deque()
-        self.group = Group("group", LIMITS, 0, 4, True, self.plans.append, scheduler.deliver, ENGINE)
+        self.group = Group("group", LIMITS, 0, 4, True, self.plans.append, scheduler.deliver, ENGINE, health=health)
         self.device = Device(LIMITS, self.group.memory.pool)
+        self._scheduler = scheduler
 
     def step(self, now: float) -> None:
-        self.group.on_result(self.device.run(self.plans.popleft()), now)
+        self._scheduler.on_result(self.group, self.device.run(self.plans.popleft()), now)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -73,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(4, 1_000, GROUP_WAIT_S, self.deliver, METRICS, 0.0)
         self.scheduler.model = MODEL
         self.running: list[Running] = []
+        self.healths = [Health(), Health()]
         self.prompts: dict[tuple[Key, int], tuple[int, ...]] = {}  # of attempts that have not ended
         self.attempts: dict[Key, int] = {}
         self.cancelled: dict[Key, int] = {}
@@ -131,14 +134,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < 2)
     @rule()
     def add_a_group(self) -> None:
-        self.running.append(Running(self.scheduler))
+        health = next(health for health in self.healths if all(running.group.health is not health for running in self.running))
+        self.running.append(Running(self.scheduler, health))
         self.scheduler.add_group(self.running[-1].group, self.now)
 
     @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 1))
-    def lose_a_group(self, which: int) -> None:
+    @rule(which=st.integers(0, 1), overdue=st.booleans())
+    def lose_a_group(self, which: int, overdue: bool = False) -> None:
         running = self.running.pop(which % len(self.running))
-        self.scheduler.remove_group(running.group, self.now)
+        self.scheduler.remove_group(running.group, self.now, overdue=overdue)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 1), whole_group=st.booleans())
+    def break_rows(self, which: int, whole_group: bool) -> None:
+        """The next row of a slot is not finite, or of all of them."""
+        slots = self.running[which % len(self.running)].device.slots
+        for slot in slots if whole_group else slots[:1]:
+            slot.fails = True
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 1))

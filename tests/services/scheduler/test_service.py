@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.scheduler.__main__ import serve
-from services.scheduler.connection import MAX_PAGES
+from services.scheduler.health import MAX_FAILURES
+from services.scheduler.leadership import SteppedDown
 from services.scheduler.settings import SchedulerSettings
+from services.scheduler.stream import MAX_PAGES
 from shared.protocol import execution_pb2, files
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub
@@ -56,6 +60,20 @@ async def scheduling(folder: Path, *workers: ScriptedWorker, ready: bool = True,
     finally:
         stop.set()
         await service
+
+
+async def metrics(folder: Path) -> dict[str, float]:
+    port = json.loads((folder / "ports.json").read_text())["admin"]
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return samples(await client.get(f"http://127.0.0.1:{port}/metrics"))
+
+
+async def debug_page(folder: Path, name: str) -> Any:
+    port = json.loads((folder / "ports.json").read_text())["admin"]
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/debug/{name}")
+    assert answer.headers["content-type"] == "application/json"
+    return answer.raise_for_status().json()
 
 
 async def health(target: str) -> Any:
@@ -288,6 +306,106 @@ async def test_a_result_that_cannot_be_ends_the_stream(tmp_path: Path, plan: int
         assert (await client.ended(1)).ids == expected([2], 3)
 
 
+async def test_k8s_12_a_group_that_lives_and_answers_no_plan_is_given_up(tmp_path: Path) -> None:
+    hanging, well = ScriptedWorker(name="hanging"), ScriptedWorker(name="well")
+    hanging.running.clear()  # heartbeats go on
+    async with (
+        serving(hanging),
+        serving(well),
+        scheduling(tmp_path, hanging, well, plan_deadline_s=0.5) as target,
+        session(target) as client,
+    ):
+        await eventually_async(lambda: hanging.hellos and well.hellos)
+        for number in range(16):
+            client.submit(submit(number, [number + 1], 20))
+        await eventually_async(lambda: len(hanging.hellos) > 1)
+        (reason,) = hanging.goodbyes
+        assert re.fullmatch(r"given up: no result of plan 0 for \d+\.\d s, and heartbeats go on", reason)
+        for number in range(16):
+            assert (await client.ended(number)).ids == expected([number + 1], 20)
+        hellos = len(hanging.hellos)
+        for number in range(16, 32):  # none of which goes where they hang, though that one is there again
+            client.submit(submit(number, [number + 1], 3))
+            assert (await client.ended(number)).ids == expected([number + 1], 3)
+        assert len(hanging.hellos) == hellos
+        values = await metrics(tmp_path)
+        assert values["lockstep_scheduler_group_losses_total{cause=overdue,engine=hanging,model_name=default}"] == 1
+        assert values["lockstep_scheduler_group_ejections_total{engine=hanging,model_name=default}"] == 1
+        assert values["lockstep_scheduler_group_ready{engine=hanging,model_name=default}"] == 0
+        assert values["lockstep_scheduler_group_losses_total{cause=overdue,engine=well,model_name=default}"] == 0
+
+
+async def test_k8s_12_a_group_that_fails_every_row_is_ejected_until_it_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sick, well = ScriptedWorker(name="sick"), ScriptedWorker(name="well")
+    sick.sick = True
+    async with serving(sick), serving(well), scheduling(tmp_path, sick, well) as target, session(target) as client:
+        await eventually_async(lambda: sick.hellos and well.hellos)
+        numbers = count()
+
+        async def ask() -> bool:
+            """Whether the sick one has got something to do."""
+            plans, number = sick.plans, next(numbers)
+            client.submit(submit(number, [number % 40 + 1], 3))
+            assert (await client.ended(number)).ids == expected([number % 40 + 1], 3)  # whoever was asked first
+            return sick.plans > plans
+
+        async def ejected() -> bool:
+            await ask()
+            return bool((await debug_page(tmp_path, "groups"))["groups"][0]["ejected"])
+
+        async with asyncio.timeout(10):
+            while not await ejected():
+                pass
+        assert sum([await ask() for _ in range(20)]) <= 1  # a trial, perhaps
+        values = await metrics(tmp_path)
+        assert values["lockstep_scheduler_group_ejections_total{engine=sick,model_name=default}"] >= 1
+        assert values["lockstep_scheduler_requests_moved_total{cause=failed,model_name=default}"] >= MAX_FAILURES
+        assert values["lockstep_request_success_total{engine=well,finished_reason=error,model_name=default}"] == 0
+        assert len([record for record in caplog.records if "is ejected until" in record.message]) == 1
+        sick.sick = False
+        async with asyncio.timeout(30):
+            while await ejected():
+                pass
+
+
+async def test_requests_of_the_only_group_end_with_an_error_while_it_fails_every_row(tmp_path: Path) -> None:
+    worker = ScriptedWorker()
+    worker.sick = True
+    async with serving(worker), scheduling(tmp_path, worker) as target, session(target) as client:
+        for number in range(12):
+            client.submit(submit(number, [number + 1], 5))
+        for number in range(12):
+            answer = await client.ended(number)
+            assert answer.finished is not None
+            assert (answer.finished.reason, answer.finished.detail) == (pb.FINISH_REASON_ERROR, "the model's output was not finite")
+        worker.sick = False
+        client.submit(submit(100, [1], 5))
+        assert (await client.ended(100)).ids == expected([1], 5)
+
+
+async def test_a_leader_that_ends_tells_no_client_that_its_worker_was_lost(tmp_path: Path) -> None:
+    """It closes one stream after the other, and more of them than a request may lose."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(serving(ScriptedWorker(name=f"group-{number}"))) for number in range(6)]
+        for worker in workers:
+            worker.running.clear()
+        lease = tmp_path / "lease"
+        service = await stack.enter_async_context(contextlib.AsyncExitStack())
+        target = await service.enter_async_context(scheduling(tmp_path, *workers, leadership=f"file:{lease}", lease_renewal_s=0.1))
+        client = await stack.enter_async_context(session(target))
+        await eventually_async(lambda: all(worker.hellos for worker in workers))
+        for number in range(30):
+            client.submit(submit(number, [number + 1], 60, ignore_eos=True))
+        await eventually_async(lambda: all(worker.received for worker in workers))
+        epoch = max(int(path.name) for path in lease.iterdir())
+        (lease / str(epoch + 1)).write_text(json.dumps({"address": "elsewhere:1", "pid": 1}))
+        await eventually_async(lambda: client.ended_well)
+        with pytest.raises(SteppedDown):
+            await service.aclose()
+        assert not any(answer.ended for answer in client.answers.values())
+        assert not any(client.unplanned_moves.values())
+
+
 async def test_held_requests_are_rejected_after_a_while(tmp_path: Path) -> None:
     worker = ScriptedWorker()
     async with contextlib.AsyncExitStack() as stack:
@@ -384,6 +502,7 @@ async def test_the_admin_port_tells_readiness_and_what_requests_went_through(tmp
         await client.ended(1)
         await client.ended(2)
         await client.until(3, lambda answer: len(answer.ids) >= 2)
+        worker.running.clear()  # however long it takes to look, it is in the middle of its answer
 
         async def metric(name: str, *labels: str) -> float:
             return samples(await admin.get("/metrics"))[f"{name}{{{','.join(sorted((*labels, 'model_name=tiny')))}}}"]

@@ -35,6 +35,7 @@ def test_workers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--worker", "a:1", "--worker", "a:1"],
         ["--worker", "a:1", "--max-step-tokens", "0"],
         ["--worker", "a:1", "--group-wait-s", "-1"],
+        ["--worker", "a:1", "--plan-deadline-s", "0"],
         ["--worker", "a:1", "--leadership", "raft"],
         ["--worker", "a:1", "--leadership", "file:"],
         ["--worker", "a:1", "--lease-duration-s", "1.5"],  # a leader may miss one renewal

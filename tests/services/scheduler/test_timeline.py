@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.scheduler.debug import groups_page
 from services.scheduler.history import MAX_ENDED, MAX_LISTED, History
+from services.scheduler.metrics import RequestTimes
 from services.scheduler.requests import Finished, Request
 from services.scheduler.timeline import FIRST_EVENTS, LAST_EVENTS, Phase, Timeline, phases, text
 from shared.protocol.generation_pb2 import FINISH_REASON_LENGTH
@@ -21,6 +22,7 @@ from tests.services.scheduler.test_prefix_sharing import PROMPT, Sharing
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ENDED = Finished(FINISH_REASON_LENGTH)
+TIMES = RequestTimes(arrived_at=1.0, admitted_at=1.5, first_token_at=2.0, ended_at=4.5)
 
 
 def whole(request: Request) -> list[tuple[str, int, int]]:
@@ -127,7 +129,7 @@ def test_spans_have_the_callers_trace_and_the_phases_times() -> None:
     request.timeline = Timeline()
     for event in list(preempted())[:-1]:
         request.timeline.add(*event)
-    history.ended(request, "red", 4.5)
+    history.ended(request, "red", TIMES)
     spans = spans_of(history, exporter)
     assert {name: len(each) for name, each in spans.items()} == {
         "scheduler.queue": 3, "scheduler.prefill": 2, "scheduler.decode": 2, "scheduler.request": 1,
@@ -150,7 +152,7 @@ def test_spans_have_the_callers_trace_and_the_phases_times() -> None:
 @pytest.mark.parametrize("log_requests", [False, True])
 def test_the_way_of_a_request_is_logged_on_demand(log_requests: bool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        History(log_requests=log_requests).ended(an_ended_request(), "red", 4.5)
+        History(log_requests=log_requests).ended(an_ended_request(), "red", TIMES)
     records = [record for record in caplog.records if record.message == "the way of a request"]
     assert len(records) == log_requests
     assert all("preempted" in record.__dict__["timeline"] for record in records)
@@ -159,7 +161,7 @@ def test_the_way_of_a_request_is_logged_on_demand(log_requests: bool, caplog: py
 def test_what_is_remembered_and_shown_is_bounded_and_tells_no_text() -> None:
     history = History()
     for number in range(MAX_ENDED + 10):
-        history.ended(an_ended_request(number), "red", 4.5)
+        history.ended(an_ended_request(number), "red", TIMES)
     page = history.page((an_ended_request(number) for number in range(MAX_LISTED + 5)), 5.0)
     assert [each["request"] for each in page["ended"]] == [*range(MAX_ENDED + 9, 9, -1)]  # the last first
     assert (len(page["live"]), page["live_not_listed"]) == (MAX_LISTED, 5)
