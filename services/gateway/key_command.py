@@ -1,4 +1,4 @@
-"""`python -m services.gateway key NAME`: makes an API key and adds its digest to the file of keys."""
+"""`lockstep key NAME`, or `python -m services.gateway key NAME`: makes an API key and adds its digest to the file of keys."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from services.gateway import keys
 from shared.errors import ConfigError
 
-PROGRAM = "python -m services.gateway key"
+PROGRAM = "lockstep key"
 
 
 def make_key(arguments: Sequence[str]) -> int:
@@ -31,3 +31,7 @@ def make_key(arguments: Sequence[str]) -> int:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(make_key(sys.argv[1:]))

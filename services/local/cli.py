@@ -91,10 +91,24 @@ def serve(
     return 0
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+ARGUMENTS_OF_ANOTHER = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=ARGUMENTS_OF_ANOTHER)
 def plan(arguments: typer.Context) -> int:
     """Does a model fit, on how many GPUs, and how many requests then? `lockstep plan CONFIG --gpu h200`."""
-    return subprocess.run([sys.executable, "-m", "services.worker.plan", *arguments.args], check=False).returncode
+    return _program("services.worker.plan", arguments)
+
+
+@app.command(context_settings=ARGUMENTS_OF_ANOTHER)
+def key(arguments: typer.Context) -> int:
+    """Make an API key and add its digest to a file of keys: `lockstep key NAME --file keys.json`."""
+    return _program("services.gateway.key_command", arguments)
+
+
+def _program(module: str, arguments: typer.Context) -> int:
+    """The exit status of a program of another service, which nothing here imports."""
+    return subprocess.run([sys.executable, "-m", module, *arguments.args], check=False).returncode
 
 
 @app.command(name="support-bundle")

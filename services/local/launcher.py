@@ -87,7 +87,7 @@ class Launcher:
         if options.api_keys is None and not is_loopback(options.host):
             raise ConfigError(
                 f"--host {options.host} lets whoever reaches it use it: name a file of API keys with --api-keys; "
-                "'python -m services.gateway key NAME --file FILE' makes one"
+                "'lockstep key NAME --file FILE' makes one"
             )
         port = free_port(options.host, options.port)
         folder = Path(".lockstep").absolute()

@@ -1,6 +1,8 @@
 """The command line: one line and status 2 for what it cannot take."""
 
+import hashlib
 import importlib.metadata
+import json
 from collections.abc import Callable
 
 import pytest
@@ -33,3 +35,12 @@ def test_version(launch: Callable[..., Launched]) -> None:
     launched = launch("--version")
     assert launched.end() == 0
     assert launched.output.strip() == importlib.metadata.version("lockstep")
+
+
+def test_a_key_is_made_by_the_gateways_own_program(launch: Callable[..., Launched]) -> None:
+    launched = launch("key", "alice", "--file", "keys.json", "--requests-per-minute", "7")
+    assert launched.end() == 0
+    assert launched.output.startswith("sk-")
+    (entry,) = json.loads((launched.folder / "keys.json").read_text())["keys"]
+    assert (entry["name"], entry["requests_per_minute"]) == ("alice", 7)
+    assert hashlib.sha256(launched.output.strip().encode()).hexdigest() == entry["sha256"]
