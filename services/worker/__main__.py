@@ -1,4 +1,7 @@
-"""`python -m services.worker`: the supervisor of one worker group and, as its children, the ranks; of simulated groups, several."""
+"""`python -m services.worker`: the supervisor of one worker group and, as its children, the ranks; of simulated groups, several.
+
+On the nodes of a group beside its leader's: the ranks there, and what passes the leader's entries on to them.
+"""
 
 import asyncio
 import logging
@@ -7,17 +10,21 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.worker.engine.simulated import fingerprint
+from services.worker.follower import follow
 from services.worker.metrics import WorkerMetrics
+from services.worker.nodes import NodesService, agreed
+from services.worker.ranks import GroupFailed
 from services.worker.server import ExecutionService, ServedGroup
 from services.worker.settings import WorkerSettings
 from services.worker.simulated_group import SimulatedSupervisor, language_of
-from services.worker.supervisor import GroupFailed, Supervisor
+from services.worker.supervisor import Supervisor
 from services.worker.timers import Timers
 from services.worker.weights.folder import ModelFolder
 from shared.admin import admin
 from shared.metrics import new_registry
 from shared.process import write_ports
 from shared.protocol.execution_pb2_grpc import add_ExecutionServicer_to_server
+from shared.protocol.nodes_pb2_grpc import add_NodesServicer_to_server
 from shared.rpc import SERVER_OPTIONS, start_server
 from shared.service import run
 
@@ -28,6 +35,11 @@ RESTART_S = 1.0  # that a simulated group stays away after it failed, when it is
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    await (follow if settings.node_index else lead)(settings, stop)
+
+
+async def lead(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    """Serves all groups of this process until `stop` is set and they have drained."""
     simulated = settings.engine == "simulated"
     folder = ModelFolder(settings.model, settings.load_format)
     registry = new_registry("worker")
@@ -71,10 +83,11 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
                 await asyncio.sleep(RESTART_S)
                 group.supervisor.start_ranks()
 
-    async def until_drained(service: ExecutionService) -> None:
+    async def until_drained(service: ExecutionService, nodes: NodesService) -> None:
         await stop.wait()
         await healthy.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await service.drain(settings.drain_s)
+        nodes.close()
 
     server = grpc.aio.server(options=SERVER_OPTIONS)
     async with admin(settings, registry, readiness, overdue) as admin_port:
@@ -84,12 +97,14 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
             own = await asyncio.to_thread(lambda: fingerprint(folder, language_of(settings, folder)) if simulated else folder.fingerprint)
             service = ExecutionService(groups, folder, own)
             add_ExecutionServicer_to_server(service, server)
+            nodes = NodesService(groups[0].supervisor, agreed(settings, own), stop)  # of none, where a group has one
+            add_NodesServicer_to_server(nodes, server)
             health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
             await healthy.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             port = await start_server(server, settings.host, settings.port, settings.tls_folder)
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
-            stopping = asyncio.create_task(until_drained(service))
+            stopping = asyncio.create_task(until_drained(service, nodes))
             keepers = [asyncio.create_task(keep(group)) for group in groups]
             done, pending = await asyncio.wait((stopping, *keepers), return_when=asyncio.FIRST_COMPLETED)
             for task in pending:

@@ -1,4 +1,7 @@
-"""What a rank tells its supervisor, one packet a message over a Unix socket; the end of the socket is the end of the rank."""
+"""What a rank tells its supervisor, one packet a message over a Unix socket; the end of the socket is the end of the rank.
+
+One node's supervisor passes them on to another's in the same packets, the end of a rank as a message of its own.
+"""
 
 import json
 import socket
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from services.worker.engine.interface import Facts, Memory
+from shared.errors import ProtocolError
 from shared.protocol.logprobs import LOGPROB, Logprobs, logprobs_from_bytes
 from shared.protocol.plan import Int32s, ids_from_bytes, ids_to_bytes
 
@@ -38,6 +42,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """What the supervisor makes of the end of a socket: the rank's process has ended, `how` says in which way."""
+
+    how: str
+
+
+@dataclass(frozen=True)
 class ResetDone:
     number: int
 
@@ -61,7 +72,7 @@ class Scored:
     records: Logprobs
 
 
-Message = Loading | Ready | Failed | ResetDone | Done | Scored
+Message = Loading | Ready | Failed | Ended | ResetDone | Done | Scored
 
 
 def scored(plan: int, records: Logprobs) -> Iterator[Scored]:
@@ -82,11 +93,21 @@ def encode(message: Message) -> bytes:
             return b"L" + json.dumps(asdict(message)).encode()
         case Failed():
             return b"F" + json.dumps({**asdict(message), "cause": message.cause[:10_000]}).encode()
+        case Ended():
+            return b"E" + json.dumps(asdict(message)).encode()
         case ResetDone():
             return b"A" + json.dumps(asdict(message)).encode()
 
 
 def decode(packet: bytes) -> Message:
+    """Raises ProtocolError for what is none."""
+    try:
+        return _decoded(packet)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise ProtocolError(f"no message of a rank: {packet[:100]!r}") from error
+
+
+def _decoded(packet: bytes) -> Message:
     kind, body = packet[:1], packet[1:]
     if kind == b"D":
         plan, start_us, end_us, idle_us = _DONE.unpack_from(body)
@@ -97,7 +118,8 @@ def decode(packet: bytes) -> Message:
     if kind == b"R":
         facts = content["facts"]
         return Ready(Facts(**{**facts, "eos_ids": tuple(facts["eos_ids"])}), Memory(**content["memory"]))
-    by_kind: dict[bytes, type[Loading] | type[Failed] | type[ResetDone]] = {b"L": Loading, b"F": Failed, b"A": ResetDone}
+    by_kind: dict[bytes, type[Loading] | type[Failed] | type[Ended] | type[ResetDone]]
+    by_kind = {b"L": Loading, b"F": Failed, b"E": Ended, b"A": ResetDone}
     return by_kind[kind](**content)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,6 +14,8 @@ from services.worker.engine.interface import Memory
 from shared.metrics import STEP_BUCKETS
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+RankPids = Callable[[], Mapping[int, int]]  # by rank
 
 
 class WorkerMetrics:
@@ -60,6 +62,12 @@ class WorkerMetrics:
         """The series of a group; those that it had before, when it starts anew."""
         return GroupMetrics(self, engine, ranks)
 
+    def node(self, engine: str, rank_pids: RankPids) -> Callable[[str, float], None]:
+        """The series of a group's node beside the leader's, who counts the rest -> what hears how far its start-up has come."""
+        self.rank_memory.pids[engine] = rank_pids
+        self.startup.groups[engine] = startup = _GroupStartup()
+        return startup.advance
+
 
 class GroupMetrics:
     """Of one group."""
@@ -77,7 +85,7 @@ class GroupMetrics:
         ]
         self._startup = all_groups.startup.groups[engine] = _GroupStartup()
 
-    def watch(self, ready: Callable[[], bool], queued_plans: Callable[[], int], rank_pids: Callable[[], list[int]]) -> None:
+    def watch(self, ready: Callable[[], bool], queued_plans: Callable[[], int], rank_pids: RankPids) -> None:
         """What is read anew by each scrape, in a thread of its own."""
         self._all.ready.labels(self._engine).set_function(ready)
         self._all.queued.labels(self._engine).set_function(queued_plans)
@@ -163,14 +171,14 @@ class _RankMemory(Collector):
     """Main memory of the ranks' processes; the supervisor's own is `process_resident_memory_bytes`."""
 
     def __init__(self) -> None:
-        self.pids: dict[str, Callable[[], list[int]]] = {}  # by engine
+        self.pids: dict[str, RankPids] = {}  # by engine
 
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
             "lockstep_worker_rank_resident_memory_bytes", "Main memory of a rank's process.", labels=["engine", "rank"]
         )
         for engine, pids in list(self.pids.items()):
-            for rank, pid in enumerate(pids()):
+            for rank, pid in pids().items():
                 family.add_metric([engine, str(rank)], _resident_bytes(pid))
         return [family]
 

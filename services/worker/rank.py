@@ -153,7 +153,7 @@ def main() -> None:
     try:
         engine = build(spec, reporter.progress)
         reporter.send(Ready(engine.facts, engine.memory))
-        reader = RingReader(spec.ring_fd, spec.bell_fd, spec.rank, spec.ranks)
+        reader = RingReader(spec.ring_fd, spec.bell_fd, spec.local_rank, spec.local_ranks)
         precise_sleeps()
         Loop(engine, reader, reporter, Mark(spec.board_fd, spec.rank), answers=spec.rank == 0).run()
     except LockstepError as error:

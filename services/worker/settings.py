@@ -13,13 +13,17 @@ from services.worker.faults import Fault
 from services.worker.weights.folder import LoadFormat
 from shared.settings import AdminPort, Settings
 
+DEADLINE_FACTOR = 10  # a step may take this many times its estimate, and a collective this many times a step's deadline
+
 
 class WorkerSettings(Settings):
     """`LOCKSTEP_WORKER_*`; read once, in `main`."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_WORKER_")
 
-    port: int = Field(7200, ge=0, le=65535, description="gRPC port; 0 lets the kernel pick.")
+    port: int = Field(
+        7200, ge=0, le=65535, description="gRPC port; 0 lets the kernel pick. Nodes beside the leader listen at none: it is their leader's."
+    )
     admin_port: AdminPort = 9102
     model: Path = Field(description="Model folder in Hugging Face's layout: config.json, safetensors, tokenizer.")
     group: str = Field("group-0", min_length=1, max_length=64, description="Name of the worker group in logs and metrics.")
@@ -79,6 +83,10 @@ class WorkerSettings(Settings):
             raise ValueError(f"node_index={self.node_index} is not one of nodes={self.nodes}, counted from 0")
         if self.nodes > 1 and self.leader_address is None:
             raise ValueError(f"nodes={self.nodes} need a leader_address to meet at")
+        if self.nodes > 1 and self.engine == "simulated":
+            raise ValueError(f"nodes={self.nodes}, but a simulated group has no ranks to spread")
+        if self.node_index and not self.port:
+            raise ValueError(f"node_index={self.node_index} needs the port of its leader, got 0")
         return self
 
     @classmethod

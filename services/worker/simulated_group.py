@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from services.worker.distributed.board import Standing
 from services.worker.engine.interface import Facts, Memory
 from services.worker.engine.roofline import GPUS, MODELS, Roofline, Shape
 from services.worker.engine.simulated import Language, SimulatedDevice, SimulatedStep
@@ -24,7 +25,9 @@ from shared.protocol.plan import FAILED_ROW, Plan, decode
 
 
 class SimulatedRanks:
-    """Takes what a ring would carry, and tells what rank 0 would."""
+    """Takes what a ring would carry, and tells what rank 0 would: it stands for all, since each would do the same at the same time."""
+
+    numbers = range(1)
 
     def __init__(self, device: SimulatedDevice, faults: Faults, timers: Timers, tell: Callable[[Message], None]) -> None:
         self._device, self._faults, self._timers, self._tell = device, faults, timers, tell
@@ -42,8 +45,13 @@ class SimulatedRanks:
         self._entries.append((kind, plan, self._timers.now_us()))
         self._next()
 
+    def standings(self) -> list[Standing]:
+        return []  # nobody who could be behind
+
+    def print_stacks(self) -> None:
+        """There are none."""
+
     def stop(self) -> None:
-        """Tells nothing any more."""
         self._stopped = True
 
     def _next(self) -> None:
@@ -97,12 +105,6 @@ class SimulatedSupervisor(Supervisor):
     def __init__(self, settings: WorkerSettings, folder: ModelFolder, timers: Timers, metrics: GroupMetrics) -> None:
         super().__init__(settings, metrics)
         self._folder, self._timers = folder, timers
-        self._simulated: SimulatedRanks | None = None
-
-    @property
-    def num_ranks(self) -> int:
-        """One stands for all: each would do the same at the same time."""
-        return 1
 
     def start_ranks(self) -> None:
         settings, folder = self.settings, self._folder
@@ -113,7 +115,7 @@ class SimulatedSupervisor(Supervisor):
         language = language_of(settings, folder)
         device = SimulatedDevice(self.limits_of(facts), language, roofline)
         faults = Faults(settings.simulated_faults, settings.group)
-        self._simulated = self._ring = SimulatedRanks(device, faults, self._timers, lambda message: self._on_message(0, message))
+        self._parts = [SimulatedRanks(device, faults, self._timers, lambda message: self._on_message(0, message))]
         cache_bytes = pages * settings.page_size * roofline.shape.kv_bytes_per_token
         memory = Memory(roofline.shape.weight_bytes // roofline.ranks, cache_bytes // roofline.ranks)
         asyncio.get_running_loop().call_soon(self._on_message, 0, Ready(facts, memory))
@@ -121,11 +123,6 @@ class SimulatedSupervisor(Supervisor):
     def submit(self, plan: Plan, data: bytes, on_result: Callable[[Result], None]) -> None:
         self._timers.catch_up()
         super().submit(plan, data, on_result)
-
-    def stop(self) -> None:
-        if self._simulated is not None:
-            self._simulated.stop()
-        super().stop()
 
 
 def language_of(settings: WorkerSettings, folder: ModelFolder) -> Language:

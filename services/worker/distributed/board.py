@@ -2,12 +2,14 @@
 
     64 bytes a rank, a cache line: moves so far, place, rows gathered, iterations replayed (int64 all)
 
-All ranks of a group go through the same places in the same order, so whoever has moved least is who the others wait for.
+All ranks of a group go through the same places in the same order, so whoever has moved least is who the others wait for. A board has
+lines for all ranks of the group; on each of several nodes only those of its own ranks are written.
 """
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -62,6 +64,16 @@ class Mark:
         self._line[3] += 1
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank is."""
+
+    rank: int
+    moves: int
+    place: Place
+    stopped: bool  # by a signal
+
+
 class Board:
     """All lines, for the supervisor, who makes it."""
 
@@ -69,7 +81,6 @@ class Board:
         self.descriptor = os.memfd_create("lockstep-board", 0)
         os.ftruncate(self.descriptor, ranks * RANK_BYTES)
         self._lines = memoryview(mmap.mmap(self.descriptor, 0)).cast("q")
-        self._ranks = range(ranks)
 
     @property
     def gathered_rows(self) -> int:
@@ -81,24 +92,31 @@ class Board:
         """Of rank 0."""
         return self._lines[3]
 
-    def stalled(self, pids: Sequence[int]) -> str:
-        """Which ranks the others wait for, and where all of them are; pids by rank."""
+    def standings(self, pids: Mapping[int, int]) -> list[Standing]:
+        """Of those ranks whose pids are given, by rank."""
         stride = RANK_BYTES // 8
-        moves = [self._lines[rank * stride] for rank in self._ranks]
-        places = [Place(self._lines[rank * stride + 1]) for rank in self._ranks]
-        stopped = [rank for rank in self._ranks if _is_stopped(pids[rank])]
-        # One that is stopped in the middle of a collective has come as far as those that wait for it there.
-        behind = stopped or [rank for rank in self._ranks if moves[rank] == min(moves)]
-        others = [rank for rank in self._ranks if rank not in behind]
-        told = f"{_named(behind, places)}{' (stopped by a signal)' if stopped else ''}"
-        return f"{told}; {_named(others, places)}" if others else told
+        return [
+            Standing(rank, self._lines[rank * stride], Place(self._lines[rank * stride + 1]), _is_stopped(pid))
+            for rank, pid in pids.items()
+        ]
 
 
-def _named(ranks: list[int], places: list[Place]) -> str:
+def stalled(standings: Sequence[Standing], name: Callable[[int], str] = str) -> str:
+    """Which ranks the others wait for, and where all of them are; `name` is what a rank is called."""
+    least = min(each.moves for each in standings)
+    stopped = [each for each in standings if each.stopped]
+    # One that is stopped in the middle of a collective has come as far as those that wait for it there.
+    behind = stopped or [each for each in standings if each.moves == least]
+    others = [each for each in standings if each not in behind]
+    told = f"{_named(behind, name)}{' (stopped by a signal)' if stopped else ''}"
+    return f"{told}; {_named(others, name)}" if others else told
+
+
+def _named(standings: list[Standing], name: Callable[[int], str]) -> str:
     """Ranks by place: "rank 2 computing, ranks 0, 1 and 3 in all_reduce"."""
     told = []
-    for place in sorted({places[rank] for rank in ranks}):
-        *names, last = [str(rank) for rank in ranks if places[rank] == place]
+    for place in sorted({each.place for each in standings}):
+        *names, last = [name(each.rank) for each in standings if each.place == place]
         told.append(f"ranks {', '.join(names)} and {last} {place}" if names else f"rank {last} {place}")
     return ", ".join(told)
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet: in a private folder on one node, at the leader's address over several."""
+"""Where the ranks of a group are, and where they meet: in a private folder on one node, at the leader's address over several."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +16,17 @@ def from_leader_worker_set(environment: Mapping[str, str]) -> dict[str, str]:
     return {setting: environment[variable] for variable, setting in LEADER_WORKER_SET.items() if variable in environment}
 
 
+def ranks_of(node: int, nodes: int, ranks: int) -> range:
+    """Those of one node: they are numbered node by node, and the nodes divide them."""
+    local = ranks // nodes
+    return range(node * local, (node + 1) * local)
+
+
+def rank_name(rank: int, nodes: int, ranks: int) -> str:
+    """For people: "3", or "3 (node 1)" where there are several nodes."""
+    return f"{rank} (node {rank * nodes // ranks})" if nodes > 1 else str(rank)
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     url: str  # torch.distributed's init_method
@@ -28,7 +39,6 @@ class Rendezvous:
 
     @classmethod
     def over_nodes(cls, ranks: int, nodes: int, node_index: int, leader_address: str, leader_port: int) -> "Rendezvous":
-        """Ranks are numbered node by node; rank 0, on the leader, listens. The nodes divide the ranks."""
-        local = ranks // nodes
+        """Rank 0, on the leader, listens."""
         host = f"[{leader_address}]" if ":" in leader_address else leader_address
-        return cls(f"tcp://{host}:{leader_port}", range(node_index * local, (node_index + 1) * local))
+        return cls(f"tcp://{host}:{leader_port}", ranks_of(node_index, nodes, ranks))

@@ -17,11 +17,11 @@ def device_of(spec: RankSpec) -> torch.device:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         return torch.device("cpu")
-    count, index = torch.cuda.device_count(), spec.rank // spec.ranks_per_gpu
+    count, index = torch.cuda.device_count(), spec.local_rank // spec.ranks_per_gpu
     if index >= count:
-        wanted = -(-spec.ranks // spec.ranks_per_gpu)
+        wanted = -(-spec.local_ranks // spec.ranks_per_gpu)
         raise ConfigError(
-            f"device: {spec.ranks} ranks, {spec.ranks_per_gpu} a GPU, need {wanted} GPUs, this machine has {count}: "
+            f"device: {spec.local_ranks} ranks, {spec.ranks_per_gpu} a GPU, need {wanted} GPUs, this machine has {count}: "
             "set --tensor-parallel-size, or --device cpu"
         )
     torch.cuda.set_device(index)

@@ -23,7 +23,7 @@ class RankSpec:
     """All that a rank is told at its start; travels as JSON on its command line."""
 
     rank: int
-    ranks: int
+    ranks: int  # on all nodes
     parent_pid: int
     engine: str
     model: Path
@@ -53,6 +53,17 @@ class RankSpec:
     deterministic: bool = False
     profile_folder: Path | None = None
     log_level: str = "info"
+    nodes: int = 1  # which divide the ranks
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of one node."""
+        return self.ranks // self.nodes
+
+    @property
+    def local_rank(self) -> int:
+        """Which of its node's ranks this is."""
+        return self.rank % self.local_ranks
 
 
 @dataclass(frozen=True)

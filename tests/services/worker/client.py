@@ -1,9 +1,10 @@
-"""A worker process, and a scheduler's end of its streams, for tests."""
+"""A worker process, or those of a group over several nodes, and a scheduler's end of their streams, for tests."""
 
 import asyncio
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,8 @@ from shared.protocol import execution_pb2 as pb
 from shared.protocol.execution_pb2_grpc import ExecutionStub
 from shared.protocol.plan import Plan, encode
 from shared.rpc import PROTOCOL_VERSION, Outbox, channel, received
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # this host's name may stand for no address of its own
 
 
 class Worker:
@@ -36,7 +39,7 @@ class Worker:
             *arguments,
         ]
         with self.log_file.open("w") as log:
-            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **ENVIRONMENT})
 
     @property
     def log(self) -> str:
@@ -76,6 +79,22 @@ class Worker:
     async def ended(self, within_s: float) -> int:
         """The exit status, once the process and all of its ranks are gone."""
         return await asyncio.to_thread(self.process.wait, within_s)
+
+
+def over_nodes(folder: Path, nodes: int, *arguments: str) -> list[Worker]:
+    """The workers of one group, the leader first, each with a folder of its own. They meet at ports that are free now."""
+    ports = ("--port", str(_free_port()), "--leader-port", str(_free_port()), "--leader-address", "127.0.0.1")
+    workers = []
+    for index in range(nodes):
+        own = folder / f"node-{index}"
+        own.mkdir(parents=True)
+        workers.append(Worker(own, *arguments, *ports, "--nodes", str(nodes), "--node-index", str(index)))
+    return workers
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

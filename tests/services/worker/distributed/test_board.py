@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.worker.distributed.board import Board, Mark, Place
+from services.worker.distributed.board import Board, Mark, Place, stalled
+from services.worker.distributed.rendezvous import rank_name
 
 ME = os.getpid()
 
@@ -50,18 +51,25 @@ WAITING = [*IN_STEP, Place.ALL_REDUCE]
     ],
 )
 def test_whoever_is_behind_is_named(paths: list[list[Place]], told: str) -> None:
-    assert board(*paths).stalled([ME] * len(paths)) == told
+    assert stalled(board(*paths).standings(dict.fromkeys(range(len(paths)), ME))) == told
 
 
 def test_a_stopped_rank_is_named_though_it_has_come_as_far_as_those_who_wait(stopped: int) -> None:
-    stalled = board(WAITING, WAITING, WAITING).stalled([ME, stopped, ME])
-    assert stalled == "rank 1 in all_reduce (stopped by a signal); ranks 0 and 2 in all_reduce"
+    standings = board(WAITING, WAITING, WAITING).standings({0: ME, 1: stopped, 2: ME})
+    assert stalled(standings) == "rank 1 in all_reduce (stopped by a signal); ranks 0 and 2 in all_reduce"
 
 
 def test_a_rank_that_is_gone_is_not_called_stopped() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert board(WAITING).stalled([process.pid]) == "rank 0 in all_reduce"
+    assert stalled(board(WAITING).standings({0: process.pid})) == "rank 0 in all_reduce"
+
+
+def test_ranks_of_several_nodes_are_named_with_their_node() -> None:
+    here, there = board(WAITING, WAITING, [], []), board([], [], IN_STEP, WAITING)  # a board a node, with lines for all
+    standings = here.standings({0: ME, 1: ME}) + there.standings({2: ME, 3: ME})
+    told = stalled(standings, lambda rank: rank_name(rank, nodes=2, ranks=4))
+    assert told == "rank 2 (node 1) computing; ranks 0 (node 0), 1 (node 0) and 3 (node 1) in all_reduce"
 
 
 def test_a_mark_that_nobody_looks_at_moves_too() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.distributed.board import Board, Mark
+from services.worker.distributed.board import Board, Mark, stalled
 from services.worker.distributed.communicator import CollectiveFailed, SingleCommunicator, communicator
 from services.worker.distributed.rendezvous import Rendezvous
 from shared.errors import PeerLost
@@ -87,7 +87,7 @@ def test_ranks_that_do_not_come_are_waited_for_no_longer_than_told(tmp_path: Pat
     url = Rendezvous.on_one_node(2, tmp_path).url
     with pytest.raises(PeerLost, match=r"the 2 ranks did not meet at file://.*/rendezvous within 0\.3 s"):
         communicator(0, 2, url, CPU, "auto", 0.3, 1.0, Mark(board.descriptor, 0))
-    assert board.stalled([os.getpid()] * 2) == "rank 1 starting; rank 0 meeting the other ranks"
+    assert stalled(board.standings(dict.fromkeys(range(2), os.getpid()))) == "rank 1 starting; rank 0 meeting the other ranks"
 
 
 def test_a_group_of_one_needs_nothing() -> None:

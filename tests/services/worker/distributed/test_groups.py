@@ -1,4 +1,7 @@
-"""Two groups of real ranks on one host, side by side, and how each ends when one of its ranks does (in this order: they start once)."""
+"""Two groups of real ranks, each over two nodes that are workers of this host, and how each ends when one of its ranks does.
+
+They start once, so the tests run in this order. That one node computes the same is seen where the whole stack runs: tests/e2e.
+"""
 
 import asyncio
 import json
@@ -17,7 +20,8 @@ from benchmarks.driver import Driver, admission, int32s, spec
 from services.worker.engine.engine import TorchEngine
 from shared.protocol.plan import Plan, ids_from_bytes
 from shared.rpc import StreamEnded
-from tests.services.worker.client import Execution, Worker, execution
+from tests.exposition import samples
+from tests.services.worker.client import Execution, Worker, execution, over_nodes
 from tests.tiny import weightless_model
 
 PAGES = 20  # of 4 tokens
@@ -27,19 +31,30 @@ SIZES = ("--page-size", "4", "--num-pages", "100", "--max-num-seqs", "4", "--max
 
 
 class Running:
-    """A worker of random weights; the deviation tells models apart."""
+    """The workers of a group of random weights, half of its ranks each; the deviation tells models apart."""
 
     def __init__(self, folder: Path, deviation: float, ranks: int, step_deadline_s: float, gather: str) -> None:
         self.model = weightless_model(folder / "model", initializer_range=deviation)
         deadline = ("--step-deadline-s", str(step_deadline_s))
         tensor_parallel = ("--tensor-parallel-size", str(ranks), "--threads", "1")
         weights = ("--load-format", "random", "--sampling-gather", gather)
-        self.worker = Worker(folder, "--model", str(self.model), *weights, *tensor_parallel, *SIZES, *deadline)
+        self.workers = over_nodes(folder, 2, "--model", str(self.model), *weights, *tensor_parallel, *SIZES, *deadline)
+
+    def ranks(self) -> list[psutil.Process]:
+        return [rank for worker in self.workers for rank in worker.ranks()]
+
+    async def end_with(self, message: str) -> None:
+        """Both workers, with the same cause as their last words."""
+        for worker in self.workers:
+            assert await worker.ended(10) == 1
+            assert re.search(message, worker.last_line)
+            assert "Traceback" not in worker.log
 
     @asynccontextmanager
     async def execution(self, stream: int) -> AsyncIterator[Execution]:
-        await self.worker.ready()
-        async with execution(self.worker.port, stream=stream) as opened:
+        leader = self.workers[0]
+        await leader.ready()
+        async with execution(leader.port, stream=stream) as opened:
             yield opened
 
     def expected(self, bursts: int) -> list[int]:
@@ -88,10 +103,10 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
         Running(tmp_path_factory.mktemp("two"), 0.3, 2, step_deadline_s=1.5, gather="full"),
     )
     yield started
-    for group in started:
-        group.worker.process.kill()
-        group.worker.process.wait()
-        print(group.worker.log)
+    for worker in (worker for group in started for worker in group.workers):
+        worker.process.kill()
+        worker.process.wait()
+        print(worker.log)
 
 
 async def test_tp_09_two_groups_on_one_host_answer_for_themselves(groups: tuple[Running, Running]) -> None:
@@ -102,31 +117,43 @@ async def test_tp_09_two_groups_on_one_host_answer_for_themselves(groups: tuple[
     assert answers[0] != answers[1]
 
 
+async def test_each_node_tells_of_itself(groups: tuple[Running, Running]) -> None:
+    leader, follower = groups[0].workers
+    values = []
+    for worker in (leader, follower):
+        async with httpx.AsyncClient(base_url=worker.admin_url, trust_env=False) as client:
+            assert (await client.get("/livez")).status_code == (await client.get("/readyz")).status_code == 200
+            values.append(samples(await client.get("/metrics")))
+    for rank in range(4):
+        resident = f"lockstep_worker_rank_resident_memory_bytes{{engine=group-0,rank={rank}}}"
+        assert [resident in each for each in values] == [rank < 2, rank >= 2]
+    assert "lockstep_worker_startup_seconds{engine=group-0,phase=starting ranks}" in values[1]
+    assert [each.get("lockstep_worker_ready{engine=group-0}") for each in values] == [1, None]  # the leader speaks for the group
+
+
 async def test_rows_that_no_candidates_can_stand_for_are_counted(groups: tuple[Running, Running]) -> None:
     four, _ = groups
     async with four.execution(2) as stream:
         for plan_id, sampling in enumerate(({"top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 5}), 1):
             stream.send(prefill(plan_id, **sampling))
             await stream.result()
-    async with httpx.AsyncClient(base_url=four.worker.admin_url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=four.workers[0].admin_url, trust_env=False) as client:
         assert 'lockstep_worker_rows_gathered_total{engine="group-0"} 1.0' in (await client.get("/metrics")).text
-    assert four.worker.log.count("such rows gather all logits") == 4  # once a rank
+    assert sum(worker.log.count("such rows gather all logits") for worker in four.workers) == 4  # once a rank
 
 
 async def test_tp_07_a_rank_killed_while_others_add_up_is_named(groups: tuple[Running, Running]) -> None:
     four, two = groups
-    ranks = four.worker.ranks()
+    ranks = four.ranks()
     async with four.execution(3) as stream:
         ranks[2].send_signal(signal.SIGSTOP)
         stream.send(prefill())
         result = asyncio.create_task(stream.result())
         assert not (await asyncio.wait({result}, timeout=0.5))[0]  # so the others wait in the first all-reduce
         ranks[2].kill()
-        with pytest.raises(StreamEnded, match="rank 2 ended by SIGKILL"):
+        with pytest.raises(StreamEnded, match=r"rank 2 \(node 1\) ended by SIGKILL"):
             await result
-    assert await four.worker.ended(10) == 1
-    assert "rank 2 ended by SIGKILL" in four.worker.last_line
-    assert "Traceback" not in four.worker.log
+    await four.end_with(r"rank 2 \(node 1\) ended by SIGKILL")
     assert not psutil.wait_procs(ranks, timeout=2)[1]
     async with two.execution(2) as stream:  # the neighbour goes on
         assert await tokens(stream, 1) == two.expected(1)
@@ -134,17 +161,17 @@ async def test_tp_07_a_rank_killed_while_others_add_up_is_named(groups: tuple[Ru
 
 async def test_tp_07_a_rank_stopped_in_the_middle_of_a_step_is_named_at_the_deadline(groups: tuple[Running, Running]) -> None:
     _, two = groups
-    ranks = two.worker.ranks()
+    ranks = two.ranks()
     async with two.execution(3) as stream:
         stream.send(prefill())
         for number in range(8):
             stream.send(burst(2 + number))
         await stream.result()
         ranks[1].send_signal(signal.SIGSTOP)
-        with pytest.raises(StreamEnded, match=r"did not finish plan \d+ within 1\.5 s: rank 1 .*\(stopped by a signal\); rank 0 in all_"):
+        stalled = r"did not finish plan \d+ within 1\.5 s: rank 1 \(node 1\) .*\(stopped by a signal\); rank 0 \(node 0\) in all_"
+        with pytest.raises(StreamEnded, match=stalled):
             await ended(stream)
-    assert await two.worker.ended(10) == 1
-    assert "(stopped by a signal); rank 0 in all_" in two.worker.last_line
+    await two.end_with(stalled)
     assert not psutil.wait_procs(ranks, timeout=2)[1]
 
 
@@ -171,7 +198,11 @@ async def test_tp_09_a_killed_instance_leaves_nothing_that_stops_the_next(tmp_pa
     "arguments, status, message",
     [
         (("--start-deadline-s", "1"), 1, r"not ready within start_deadline_s=1: (starting ranks|loading weights): ranks 0 and 1 starting"),
-        (("--nodes", "2", "--leader-address", "127.0.0.1"), 2, r"nodes: 2: plans reach the ranks of one node only"),
+        (
+            ("--start-deadline-s", "1", "--nodes", "2", "--leader-address", "127.0.0.1"),
+            1,
+            r"within start_deadline_s=1: waiting for node 1: ranks 0 \(node 0\) and 1 \(node 1\) starting",
+        ),
     ],
 )
 async def test_a_group_that_cannot_start_says_why(tmp_path: Path, arguments: tuple[str, ...], status: int, message: str) -> None:

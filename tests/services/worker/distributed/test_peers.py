@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 from services.worker import supervisor as module
 from services.worker.messages import Failed
 from services.worker.metrics import WorkerMetrics
+from services.worker.ranks import GroupFailed
 from services.worker.settings import WorkerSettings
-from services.worker.supervisor import GroupFailed, Supervisor
+from services.worker.supervisor import Supervisor
 from shared.settings import load
 
 
