@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels import (
     advance,
+    all_reduce,
     decode_attention,
     early_end,
     embedding,
@@ -168,6 +169,13 @@ def few_row_products(columns: int, size: int) -> None:
         linear.gated_linear_triton(x, weight, None, tuned)
 
 
+def sums() -> None:
+    peers = all_reduce.Peers(1, 4, zeros(4, dtype=torch.int64))
+    for way, size in ((all_reduce.Way.FLAGGED, 2560), (all_reduce.Way.ONE_SHOT, 1 << 18), (all_reduce.Way.TWO_SHOT, 1 << 20)):
+        all_reduce.all_reduce(zeros(size), peers, way)
+    all_reduce.all_reduce_add_rms_norm(zeros(4, 5120), zeros(4, 5120), zeros(5120), 1e-6, peers)
+
+
 def samplers() -> None:
     logits, number = zeros(4, 151936, dtype=torch.float32), zeros(4, dtype=torch.float32)
     sampling.greedy_triton(logits)
@@ -190,6 +198,7 @@ def samplers() -> None:
         (mixture, (256,)),
         (mixture, (1024,)),
         (samplers, ()),
+        (sums, ()),
         (logit_changes, ()),
         (logprob_parts, ()),
         (few_row_products, (3072, 1024)),
