@@ -37,8 +37,10 @@ def scrape(service: Service, accept: str = "text/plain") -> dict[str, float]:
 
 
 def total(values: dict[str, float], name: str, *labels: str) -> float:
-    """Of all series of a name that have these labels, each `label=value`."""
-    return sum(value for key, value in values.items() if key.split("{")[0] == name and all(label in key for label in labels))
+    """Of all series of a name that have these labels, each `label=value`; of which there is one at least."""
+    found = [value for key, value in values.items() if key.split("{")[0] == name and all(label in key for label in labels)]
+    assert found, f"there is no series {name} with {labels}"
+    return sum(found)
 
 
 def finished(stack: Stack) -> dict[str, float]:
@@ -46,21 +48,25 @@ def finished(stack: Stack) -> dict[str, float]:
     return {reason: total(values, "lockstep_request_success_total", f"finished_reason={reason}") for reason in REASONS}
 
 
-def at_rest(stack: Stack) -> bool:
-    """No gauge that counts requests, pages or plans shows any; none is ever negative."""
+RUNNING = tuple(f"{prefix}num_requests_running" for prefix in ("lockstep_", "vllm:"))
+BUSY = (*RUNNING, "lockstep_kv_cache_usage_perc", "vllm:kv_cache_usage_perc", "lockstep_scheduler_outstanding_plans")
+WAITING = ("lockstep_num_requests_waiting", "vllm:num_requests_waiting", "lockstep_num_tokens_waiting")
+
+
+def gauges(stack: Stack) -> dict[str, float]:
+    """What counts requests, pages or plans that are there; nothing of all services is ever negative."""
     scheduler, gateway, worker = scrape(stack.scheduler), scrape(stack.gateway), scrape(stack.worker)
     assert all(value >= 0 for values in (scheduler, gateway, worker) for value in values.values())
-    return not any(
-        (
-            *(total(scheduler, f"{prefix}num_requests_{what}") for prefix in ("lockstep_", "vllm:") for what in ("running", "waiting")),
-            total(scheduler, "lockstep_num_tokens_waiting"),
-            total(scheduler, "lockstep_kv_cache_usage_perc"),
-            total(scheduler, "lockstep_scheduler_outstanding_plans"),
-            total(scheduler, "lockstep_scheduler_pages", "state=owned"),
-            total(gateway, "lockstep_gateway_inflight_requests"),
-            total(worker, "lockstep_worker_queued_plans"),
-        )
-    )
+    return {
+        **{name: total(scheduler, name) for name in (*BUSY, *WAITING)},
+        "owned": total(scheduler, "lockstep_scheduler_pages", "state=owned"),
+        "inflight": total(gateway, "lockstep_gateway_inflight_requests"),
+        "queued": total(worker, "lockstep_worker_queued_plans"),
+    }
+
+
+def at_rest(stack: Stack) -> bool:
+    return not any(gauges(stack).values())
 
 
 def leave(stack: Stack, count: int) -> None:
@@ -93,7 +99,10 @@ def test_met_01_gauges_return_to_rest(scripted: Callable[..., Stack]) -> None:
     with pytest.raises(openai.InternalServerError):
         stack.complete("hi", max_tokens=5, seed=BROKEN)
     eventually(lambda: at_rest(stack))
-    crowd(stack, 30)  # of which most are rejected, and those that are not run out of time
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        crowding = thread.submit(crowd, stack, 30)  # of which most are rejected, and those that are not run out of time
+        eventually(lambda: all(gauges(stack)[name] for name in (*BUSY, *WAITING, "owned", "inflight")))
+        crowding.result()
     eventually(lambda: at_rest(stack))
     rejected = scrape(stack.scheduler)
     assert (
@@ -136,6 +145,9 @@ def test_met_02_every_request_is_counted_once_by_outcome(scripted: Callable[...,
     assert total(gateway, "lockstep_gateway_requests_total", "endpoint=/v1/c") == 15
     assert total(gateway, "lockstep_gateway_disconnects_total") == 3
     assert total(scrape(stack.scheduler), "vllm:request_success_total", "model_name=tiny", "engine=group-0") == 13
+    stack.complete("hi", max_tokens=5, n=2, seed=STOPS)
+    eventually(lambda: at_rest(stack))
+    assert total(scrape(stack.gateway), "lockstep_gateway_requests_total", "endpoint=/v1/c") == 16
 
 
 def test_met_05_clients_cannot_make_series(scripted: Callable[..., Stack]) -> None:
@@ -152,7 +164,7 @@ def test_met_05_clients_cannot_make_series(scripted: Callable[..., Stack]) -> No
     words = [word() for _ in range(2000)]
     for number in range(500):
         name, path, user, method = words[number::500]
-        body = {"model": name, "messages": [{"role": "user", "content": word()}], "max_tokens": 1}
+        body = {"model": name, "messages": [{"role": "user", "content": path}], "max_tokens": 1}
         assert stack.client.post("/v1/chat/completions", json=body).status_code == 404
         stack.client.get(f"/{path}")
         stack.client.request(method, "/v1/completions")
@@ -226,7 +238,8 @@ NAME = "org/tiny:1"
 def test_met_07_the_parsers_agree_and_tokens_are_those_of_usage(scripted: Callable[..., Stack]) -> None:
     stack = scripted(served_model_names=[NAME], scheduler_args=["--served-model-name", NAME])
     usages = []
-    for prompt, options in (("hi", {"seed": STOPS}), ("a longer prompt", {"seed": ENDLESS}), ("hi", {"stream": True, "seed": ENDLESS})):
+    long = "a prompt that is longer than a page of the cache, " * 2
+    for prompt, options in (("hi", {"seed": STOPS}), (long, {"seed": ENDLESS}), (long, {"stream": True, "seed": ENDLESS})):
         body = {
             "model": NAME,
             "prompt": prompt,
@@ -248,6 +261,7 @@ def test_met_07_the_parsers_agree_and_tokens_are_those_of_usage(scripted: Callab
         assert total(scheduler, f"{prefix}prompt_tokens_total", f"model_name={NAME}") == expected["prompt"]
         assert total(scheduler, f"{prefix}generation_tokens_total", f"model_name={NAME}") == expected["completion"]
         assert total(scheduler, f"{prefix}time_to_first_token_seconds_count") == 3
+        assert total(scheduler, f"{prefix}prefix_cache_hits_total", f"model_name={NAME}") == expected["cached"] > 0
     for service in (stack.gateway, stack.scheduler, stack.worker):
         assert ours(scrape(service)) == ours(scrape(service, OPENMETRICS))
 
