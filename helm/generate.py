@@ -1,5 +1,6 @@
 """Writes what follows from `helm.values`: values.yaml, values.schema.json, the chart's README and docs/values.md; and the chart's
 rules and dashboards, which work as they are, with the objectives that are the defaults. templates/monitoring/_slo.tpl puts in others.
+Also the values with which prometheus-adapter serves what worker groups are scaled by.
 
 `python -m helm.generate [--into FOLDER]`; a test compares the result with what is committed.
 """
@@ -21,6 +22,7 @@ from helm.dashboards.engine import engine
 from helm.dashboards.fleet import fleet
 from helm.dashboards.overview import overview
 from helm.rules import rules
+from helm.scaling import adapter_values
 from helm.values import Chart, Values
 
 ROOT = Path(__file__).parent.parent
@@ -110,6 +112,7 @@ def generated() -> dict[Path, str]:
     return {
         CHART / "values.yaml": head + "\n".join(values_yaml(chart)).rstrip() + "\n",
         CHART / "files/rules.yaml": yaml.safe_dump(rules(objectives), sort_keys=False, width=1000),
+        CHART / "files/prometheus-adapter.yaml": yaml.safe_dump(adapter_values(), sort_keys=False, width=1000),
         **{CHART / f"files/dashboards/{each.name}.json": json.dumps(each.json(), indent=1) + "\n" for each in dashboards},
         CHART / "values.schema.json": json.dumps(schema, indent=2) + "\n",
         CHART / "README.md": INTRODUCTION + rows + "\n",

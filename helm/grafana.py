@@ -1,6 +1,7 @@
 """What a Grafana dashboard is made of, as far as ours need it: queries, panels laid out in rows, variables; and its JSON.
 
-`"datasource": "${datasource}"` is understood by old and new versions, every panel has an id and a place, and none needs a plugin.
+As the schema of Grafana 12 wants it, and every version since 8.3 understands it: data sources are named by type and uid, a name alone
+is passed over; every panel has an id and a place, and none needs a plugin.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal
 WIDTH = 24  # columns of Grafana's grid
 HEIGHT = 8  # rows of a panel
 GREEN, YELLOW, RED = "green", "yellow", "red"
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 Objective = Literal["ttftSeconds", "itlSeconds", "ttftShare", "itlShare", "availability"]
 
 NAMESPACE = 'namespace=~"$namespace"'
@@ -55,7 +57,7 @@ class Panel:
         targets = [
             {
                 "refId": "ABCDEFGH"[index],
-                "datasource": "${datasource}",
+                "datasource": DATASOURCE,
                 "expr": query.expr,
                 "legendFormat": query.legend,
                 "range": self.kind in ("timeseries", "heatmap", "state-timeline"),
@@ -107,7 +109,7 @@ class Panel:
             "type": self.kind,
             "title": self.title,
             "description": self.description,
-            "datasource": "${datasource}",
+            "datasource": DATASOURCE,
             "gridPos": {"h": self.height, "w": self.width, "x": x, "y": y},
             "targets": targets,
             "fieldConfig": {"defaults": defaults, "overrides": overrides},
@@ -132,7 +134,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "cellGap": 1,
         "color": {"mode": "scheme", "scheme": "Turbo", "steps": 64, "exponent": 0.5},
         "yAxis": {"unit": "s", "axisPlacement": "left"},
-        "tooltip": {"show": True, "yHistogram": False},
+        "tooltip": {"mode": "single", "yHistogram": False, "showColorScale": False},
         "legend": {"show": True},
         "filterValues": {"le": 1e-9},
     },
@@ -183,7 +185,10 @@ class Dashboard:
                     "type": "dashboards",
                     "title": "Lockstep",
                     "tags": ["lockstep"],
+                    "icon": "dashboard",
+                    "tooltip": "The other dashboards of Lockstep",
                     "asDropdown": False,
+                    "targetBlank": False,
                     "includeVars": True,
                     "keepTime": True,
                 }
@@ -225,7 +230,6 @@ def variables() -> list[dict[str, Any]]:
         "refresh": 1,
         "includeAll": False,
         "multi": False,
-        "current": {},
     }
     asked = (
         ("namespace", "Namespace", f"label_values({running}, namespace)"),
@@ -239,7 +243,7 @@ def variables() -> list[dict[str, Any]]:
                 "name": name,
                 "label": label,
                 "type": "query",
-                "datasource": "${datasource}",
+                "datasource": DATASOURCE,
                 "definition": query,
                 "query": {"query": query, "refId": name},
                 "refresh": 2,  # whenever the time range changes: groups come and go

@@ -110,6 +110,7 @@ BROKEN = rate("lockstep_request_success_total", 'finished_reason="error"', by="n
 FAILED = rate("lockstep_gateway_requests_total", ANSWERS, FAULT, by="namespace", window="5m")
 ANSWERED = rate("lockstep_gateway_requests_total", ANSWERS, by="namespace", window="5m")
 ENDED = rate("lockstep_request_success_total", by="namespace, model_name", window="5m")
+CUT_OFF = series("lockstep_scheduler_requests_cut_off_total")
 
 ALERTS = (
     Alert(
@@ -171,6 +172,13 @@ ALERTS = (
         "30m",
         "warning",
         "Worker group {{ $labels.engine }} has been starting for half an hour.",
+    ),
+    Alert(
+        "LockstepDrainExceeded",
+        f"sum by (namespace, model_name, component) (increase({CUT_OFF}[10m])) > 0",
+        "0s",
+        "warning",
+        "The time of a {{ $labels.component }} that stopped was over before about {{ $value | humanize }} of its requests were.",
     ),
     Alert(
         "LockstepOverload",

@@ -187,11 +187,12 @@ def overview(slo: Objectives) -> Dashboard:
             ),
             Panel(
                 "Interruptions",
-                "Clients that left, and attempts at another scheduler.",
+                "Clients that left, attempts at another scheduler, and what gateways and workers that stopped left undone.",
                 "reqps",
                 [
                     Query(rate("lockstep_gateway_disconnects_total", NAMESPACE), "clients left"),
                     Query(rate("lockstep_gateway_resubmissions_total", NAMESPACE, "cause"), "resubmitted: {{cause}}"),
+                    Query(rate("lockstep_scheduler_requests_cut_off_total", MODEL, "component"), "cut off: {{component}}"),
                 ],
                 6,
             ),

@@ -217,6 +217,9 @@ spec:
   podMetricsEndpoints:
     - port: admin
       interval: {{ .root.Values.monitoring.podMonitor.interval | quote }}
+      relabelings: # the operator's label of this name, the port's, would take the place of the gateway's own
+        - action: labeldrop
+          regex: endpoint
 {{- end }}
 {{- if .root.Values.networkPolicy.enabled }}
 ---

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.processes import eventually
-from tests.system.chart.conftest import CHART, HELMS, ROOT, Helm, of_kind, unpack_helm
+from tests.system.chart.conftest import CHART, HELMS, Helm, of_kind, unpack_helm
 
 Object = dict[str, Any]
 
@@ -83,11 +83,10 @@ def scaling_expressions(objects: list[Object]) -> Iterator[tuple[str, str]]:
 
 
 def adapter_expressions() -> Iterator[tuple[str, str]]:
-    """What docs/operations.md tells an adapter to ask for the plain HPA's metrics."""
-    (block,) = re.findall(r"```yaml\n(rules:\n.*?)```", (ROOT / "docs/operations.md").read_text(), re.DOTALL)
-    for rule in yaml.safe_load(block)["rules"]["custom"]:
+    """What an adapter asks for the plain HPA's metrics, of the namespace `models`."""
+    for rule in yaml.safe_load((CHART / "files/prometheus-adapter.yaml").read_text())["rules"]["custom"]:
         query = rule["metricsQuery"].replace("<<.GroupBy>>", "namespace").replace("<<.LabelMatchers>>", 'namespace="models"')
-        yield rule.get("name", {}).get("as") or rule["seriesQuery"].partition("{")[0], query
+        yield rule["name"]["as"], query
 
 
 def selectors(expr: str) -> Iterator[promql_parser.VectorSelector]:
@@ -158,6 +157,11 @@ class Prometheus:
         if result["resultType"] == "scalar":
             return [({}, float(result["result"][1]))]
         return [(sample["metric"], float(sample["value"][1])) for sample in result["result"]]
+
+    def targets(self) -> dict[str, str]:
+        """What went wrong with the last scrape of each pod, "" if nothing."""
+        found = self._client.get("/api/v1/targets").raise_for_status().json()["data"]["activeTargets"]
+        return {target["labels"]["pod"]: target["lastError"] for target in found}
 
     def firing(self) -> set[str]:
         return {labels["alertname"] for labels, _ in self.query('ALERTS{alertstate="firing"}')}

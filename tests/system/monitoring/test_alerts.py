@@ -70,6 +70,7 @@ BACKEND = f'lockstep_gateway_backend_up{{{GATEWAY},backend="s:7100"}}'
 USAGE = f"lockstep_kv_cache_usage_perc{{{ENGINE}}}"
 PREEMPTED = f"lockstep_num_preemptions_total{{{ENGINE}}}"
 REFUSED = f"lockstep_worker_plans_refused_total{{{WORKER}}}"
+CUT_OFF = f'lockstep_scheduler_requests_cut_off_total{{{{{SCHEDULER},component="{{}}"}}}}'
 LAG = "lockstep_event_loop_lag_seconds_bucket"
 
 
@@ -143,6 +144,14 @@ CASES = [
         {"namespace": "models", "engine": "g"},
         "Worker group g has been starting for half an hour.",
         {USABLE: "0x28 1x20"},
+    ),
+    Case(
+        "LockstepDrainExceeded",
+        10,
+        {CUT_OFF.format("worker"): "0 0 0 0 2x20", CUT_OFF.format("gateway"): "0x20"},
+        {"namespace": "models", "model_name": "m", "component": "worker"},
+        "The time of a worker that stopped was over before about 2 of its requests were.",
+        {CUT_OFF.format("worker"): "2x20", CUT_OFF.format("gateway"): "0x20"},  # long ago; whoever stopped since was done in time
     ),
     Case(
         "LockstepOverload",

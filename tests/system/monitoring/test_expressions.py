@@ -1,11 +1,14 @@
 """What rules, dashboards and scaling ask for: it parses, it exists, and the objectives are everywhere the same."""
 
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
-from helm.grafana import WIDTH
+from helm.grafana import DATASOURCE, OPTIONS, WIDTH
 from helm.rules import ALERTS
 from tests.system.chart.conftest import ROOT, Helm, merged, of_kind
 from tests.system.monitoring.conftest import (
@@ -23,6 +26,7 @@ from tests.system.monitoring.conftest import (
 )
 
 OF_PROMETHEUS = {"namespace", "job", "instance", "alertname", "alertstate", "slo"}
+OF_OPERATOR = {"namespace", "container", "pod", "job", "endpoint", "instance"}  # labels that it gives what a PodMonitor scrapes
 SAMPLES = ("_bucket", "_sum", "_count")
 
 
@@ -120,14 +124,24 @@ def test_a_dashboard_opens_anywhere(name: str, dashboard: Object) -> None:
         cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
         assert not cells & taken, panel["title"]
         taken |= cells
+    for variable in dashboard["templating"]["list"]:
+        assert variable["type"] == "datasource" or variable["datasource"] == DATASOURCE
+        assert "current" not in variable or variable["current"].keys() >= {"text", "value"}
+    for link in dashboard["links"]:
+        assert link.keys() >= {"title", "type", "icon", "tooltip", "tags", "asDropdown", "targetBlank", "includeVars", "keepTime"}
     for panel in panels(dashboard):
-        assert panel["datasource"] == "${datasource}"
+        assert panel["type"] in OPTIONS
+        assert panel["datasource"] == DATASOURCE
         assert panel["title"]
         assert panel["description"].endswith(".")
         assert panel["fieldConfig"]["defaults"]["unit"]
-        assert all(target["datasource"] == "${datasource}" for target in panel["targets"])
-        if panel["type"] == "timeseries":
-            assert all(target["legendFormat"] for target in panel["targets"]), panel["title"]
+        first, *more = (step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"])
+        assert first is None
+        assert more == sorted(more)
+        assert all(target["datasource"] == DATASOURCE for target in panel["targets"])
+        legends = [target["legendFormat"] for target in panel["targets"]]
+        assert panel["type"] == "stat" or all(legends), panel["title"]
+        assert len(legends) == len(set(legends)), panel["title"]
 
 
 def test_every_alert_leads_to_its_runbook(helm: Helm) -> None:
@@ -141,14 +155,68 @@ def test_every_alert_leads_to_its_runbook(helm: Helm) -> None:
                 assert rule["annotations"]["runbook_url"] == f"{url}#{rule['alert'].lower()}"
 
 
+def test_nobody_gives_a_series_a_label_that_it_has_itself(helm: Helm) -> None:
+    own = {label for labels in documented().values() for label in labels}
+    monitors = [each for each in helm.objects({"monitoring": {"podMonitor": {"enabled": True}}}) if each["kind"] == "PodMonitor"]
+    assert len(monitors) == 3
+    for monitor in monitors:
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        dropped = {rule["regex"] for rule in endpoint["relabelings"] if rule["action"] == "labeldrop"}
+        assert not own & (OF_OPERATOR - dropped)
+    config = of_kind(helm.objects({"monitoring": {"stack": {"enabled": True}}}), "ConfigMap", "prometheus")["data"]["prometheus.yml"]
+    (scrape,) = yaml.safe_load(config)["scrape_configs"]
+    assert not own & {rule["target_label"] for rule in scrape["relabel_configs"] if "target_label" in rule}
+
+
+LEADER, STANDBY = (f'namespace="models",model_name="tiny",job="lockstep",instance="{name}"' for name in ("leader", "standby"))
+SCHEDULERS = {
+    f"lockstep_scheduler_leads{{{STANDBY}}}": 0,
+    f'lockstep_num_requests_running{{{STANDBY},engine="none"}}': 0,
+    f'lockstep_num_tokens_waiting{{{STANDBY},engine="none"}}': 0,
+}
+LEADS = {f"lockstep_scheduler_leads{{{LEADER}}}": 1}
+BUSY = {f'lockstep_num_requests_running{{{LEADER},engine="g"}}': 7, f'lockstep_num_tokens_waiting{{{LEADER},engine="g"}}': 900}
+IDLE = {f'lockstep_num_requests_running{{{LEADER},engine="g"}}': 0, f'lockstep_num_tokens_waiting{{{LEADER},engine="g"}}': 0}
+SPEED = {f'lockstep_scheduler_prefill_tokens_per_second{{{LEADER},engine="g"}}': 300}
+
+
+@pytest.mark.parametrize(
+    "series, expected",
+    [
+        (SCHEDULERS | LEADS | BUSY | SPEED, {"lockstep_backlog_seconds": 3, "lockstep_num_requests_running": 7}),
+        (SCHEDULERS | LEADS | IDLE, {"lockstep_backlog_seconds": 0, "lockstep_num_requests_running": 0}),
+        (SCHEDULERS | LEADS | BUSY, {"lockstep_num_requests_running": 7}),  # nobody knows yet how fast a group is
+        (SCHEDULERS, {}),  # the leader is not scraped
+        ({}, {}),
+    ],
+    ids=["busy", "idle", "no speed", "no leader", "nothing"],
+)
+def test_scaling_sees_the_leader_or_nothing(
+    objects: list[Object], promtool: str, tmp_path: Path, series: dict[str, int], expected: dict[str, int]
+) -> None:
+    of_keda = ((name, expr) for (name, _), (_, expr) in zip(adapter_expressions(), scaling_expressions(objects), strict=True))
+    cases = [
+        {
+            "expr": expr,
+            "eval_time": "1m",
+            "exp_samples": [{"labels": '{namespace="models"}', "value": expected[name]}] if name in expected else [],
+        }
+        for name, expr in (*adapter_expressions(), *of_keda)
+    ]
+    unit = {"interval": "1m", "input_series": [{"series": name, "values": f"{value}x2"} for name, value in series.items()]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"tests": [unit | {"promql_expr_test": cases}]}))
+    done = subprocess.run([promtool, "test", "rules", str(tmp_path / "test.yaml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_scaling_holds_without_data(helm: Helm, objects: list[Object]) -> None:
     scaled = of_kind(objects, "ScaledObject")["spec"]
     assert "fallback" not in scaled  # a fixed number would be put in place of the groups that there are
     assert all(trigger["metadata"]["ignoreNullValues"] == "false" for trigger in scaled["triggers"])
+    assert all(trigger["metricType"] == "AverageValue" for trigger in scaled["triggers"])  # groups that start count as those that run
     plain = of_kind(helm.objects({"worker": {"autoscaling": {"enabled": True, "type": "hpa"}}}), "HorizontalPodAutoscaler")["spec"]
-    assert {metric["object"]["metric"]["name"] for metric in plain["metrics"]} == {
-        "lockstep_backlog_seconds",
-        "lockstep_num_requests_running",
-    }
+    assert [metric["object"]["metric"]["name"] for metric in plain["metrics"]] == [name for name, _ in adapter_expressions()]
+    thresholds = [metric["object"]["target"]["averageValue"] for metric in plain["metrics"]]
+    assert thresholds == [trigger["metadata"]["threshold"] for trigger in scaled["triggers"]]
     for spec in (plain["behavior"], scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]):
         assert spec["scaleDown"]["stabilizationWindowSeconds"] >= 300

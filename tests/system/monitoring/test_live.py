@@ -122,6 +122,21 @@ def has_data(prometheus: Prometheus, expr: str) -> bool:
     return any(math.isfinite(value) for _, value in prometheus.query(expr))
 
 
+def total(prometheus: Prometheus, name: str, *matchers: str) -> float:
+    """Of all series of a name."""
+    return sum(value for _, value in prometheus.query(f"sum({name}{{{','.join(matchers)}}})"))
+
+
+def test_every_service_is_scraped_and_a_request_is_seen_at_each(prometheus: Prometheus, stack: Stack) -> None:
+    pods = {f"{name}-{number}" for number, name in enumerate(["gateway", "scheduler", "scheduler", "worker", "worker"])}
+    eventually(lambda: prometheus.targets() == dict.fromkeys(pods, ""), WITHIN_S)
+    stack.complete("hi", max_tokens=5)
+    completions = ("lockstep_gateway_requests_total", 'code="200"', 'endpoint="/v1/completions"')
+    eventually(lambda: total(prometheus, *completions) == 1, WITHIN_S)
+    eventually(lambda: total(prometheus, "lockstep_request_success_total") == 1, WITHIN_S)
+    eventually(lambda: total(prometheus, "lockstep_worker_plans_total") > 0, WITHIN_S)
+
+
 def test_every_expression_has_data_under_load(prometheus: Prometheus, objects: list[Object], load: Load) -> None:
     pending = [*panel_expressions(dashboards(objects)), *scaling_expressions(objects), *adapter_expressions()]
     for place, expr in rule_expressions(rules(objects)):
