@@ -96,6 +96,10 @@ class ApiServer:
     def get(self, resource: str, namespace: str, name: str) -> Object | None:
         return deepcopy(self._objects.get((resource, namespace, name)))
 
+    def lose(self, resource: str, namespace: str, name: str) -> None:
+        """Deletes, and no watch is told."""
+        del self._objects[resource, namespace, name]
+
     async def forget_events(self) -> None:
         """As after a compaction: who watches from before is told 410."""
         self._events.clear()

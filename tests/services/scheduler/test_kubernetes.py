@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 from kubernetes.aio import client
 
-from services.scheduler.discovery import follow
+from services.scheduler import discovery
 from services.scheduler.kubernetes_api import kubernetes_api
 from services.scheduler.kubernetes_lease import KubernetesLease
 from services.scheduler.leadership import SteppedDown
@@ -157,7 +157,7 @@ async def test_who_waits_outlives_the_api_server(server: ApiServer, lease: Calla
 async def told(api: client.ApiClient, server: ApiServer) -> AsyncIterator[list[Endpoints]]:
     """All that `follow` tells of the Service `workers`."""
     told: list[Endpoints] = []
-    task = asyncio.create_task(follow(api, "models", "workers", told.append))
+    task = asyncio.create_task(discovery.follow(api, "models", "workers", told.append))
     await until(lambda: told and server.watches)
     yield told
     task.cancel()
@@ -182,6 +182,20 @@ async def test_after_a_compaction_all_is_listed_anew(server: ApiServer, told: li
     await until(lambda: sum("endpointslices" in request for request in server.requests) >= 4)  # list, watch, list, watch
     await server.put("endpointslices", "models", endpoint_slice("workers", {"10.0.0.1": False}, 7200))
     await until(lambda: len(told) == 2)
+
+
+async def test_what_a_watch_has_missed_the_next_list_tells(
+    server: ApiServer, api: client.ApiClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "RELIST_S", 1)
+    told: list[Endpoints] = []
+    await server.put("endpointslices", "models", endpoint_slice("workers", {"10.0.0.1": False}, 7200))
+    following = asyncio.create_task(discovery.follow(api, "models", "workers", told.append))
+    await until(lambda: told and server.watches)
+    server.lose("endpointslices", "models", "workers-abc")
+    await until(lambda: told[-1] == {})
+    following.cancel()
+    await asyncio.wait((following,))
 
 
 async def test_what_is_known_holds_while_the_api_server_is_away(server: ApiServer, told: list[Endpoints]) -> None:
