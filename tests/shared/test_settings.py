@@ -6,6 +6,9 @@ import pytest
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.gateway.settings import GatewaySettings
+from services.scheduler.settings import SchedulerSettings
+from services.worker.settings import WorkerSettings
 from shared.errors import ConfigError
 from shared.settings import Settings, load, load_or_exit
 
@@ -43,10 +46,15 @@ def test_an_unknown_variable_with_our_prefix_is_refused(monkeypatch: pytest.Monk
         load(ThingSettings, "thing", [])
 
 
-def test_k8s_05_a_service_link_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_THING_PORT", "tcp://10.0.0.1:80")
-    with pytest.raises(ConfigError, match=r"port: .*tcp://10\.0\.0\.1:80"):
-        load(ThingSettings, "thing", [])
+@pytest.mark.parametrize("settings", [GatewaySettings, SchedulerSettings, WorkerSettings])
+@pytest.mark.parametrize(
+    "variable, named", [("PORT", r"port: .*tcp://10\.0\.0\.1:80"), ("SERVICE_HOST", "{}SERVICE_HOST: no such setting")]
+)
+def test_k8s_05_a_service_link_is_named(monkeypatch: pytest.MonkeyPatch, settings: type[Settings], variable: str, named: str) -> None:
+    prefix = settings.model_config["env_prefix"]
+    monkeypatch.setenv(f"{prefix}{variable}", "tcp://10.0.0.1:80")
+    with pytest.raises(ConfigError, match=named.format(prefix)):
+        load(settings, "thing", ["--model", "/"] if settings is WorkerSettings else [])
 
 
 def test_a_program_tells_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
