@@ -25,6 +25,7 @@ Requests = AsyncIterator[pb.ExecutionExecuteRequest]
 
 
 GONE = "the scheduler has gone"
+MAX_REASON = 500  # characters that are logged
 DRAINED_EVERY_S = 0.02
 
 
@@ -198,8 +199,12 @@ class ExecutionService(ExecutionServicer):
             async for message in incoming:
                 if group.current is not stream:
                     return
-                if message.WhichOneof("message") == "plan":
-                    supervisor.submit(decode(message.plan), message.plan, stream.on_result)
+                match message.WhichOneof("message"):
+                    case "plan":
+                        supervisor.submit(decode(message.plan), message.plan, stream.on_result)
+                    case "goodbye":
+                        stream.tell_end(f"the scheduler has ended it: {message.goodbye.reason[:MAX_REASON]}")
+                        break
             stream.tell_end(GONE)  # here, since nobody may be reading the outbox any more
             stream.outbox.close()
         except LockstepError as error:

@@ -26,6 +26,7 @@ class ScriptedWorker(ExecutionServicer):
         self.limits, self.fingerprint, self.step_s, self.name = limits, fingerprint, step_s, name
         self.ready = True
         self.sick = False  # every row fails
+        self.welcoming = True  # else a hello is followed by heartbeats alone
         self.silent = False  # sends nothing, heartbeats included
         self.running = asyncio.Event()
         self.running.set()
@@ -81,7 +82,8 @@ class ScriptedWorker(ExecutionServicer):
         outbox: Outbox[pb.ExecutionExecuteResponse] = Outbox(lambda: pb.ExecutionExecuteResponse(heartbeat=pb.ExecuteHeartbeat()))
         self.outbox = outbox
         welcome = pb.ExecuteWelcome(protocol_version=PROTOCOL_VERSION, highest_slot_epoch=self.slot_epoch)
-        outbox.put(pb.ExecutionExecuteResponse(welcome=welcome))
+        if self.welcoming:
+            outbox.put(pb.ExecutionExecuteResponse(welcome=welcome))
         plans: asyncio.Queue[tuple[bytes, float]] = asyncio.Queue()
         tasks = [asyncio.create_task(self._read(incoming, plans, outbox)), asyncio.create_task(self._compute(plans, outbox, identity))]
         try:

@@ -97,6 +97,8 @@ def test_a_prompt_whose_scores_are_not_finite_ends_the_request_and_is_shared_wit
     one.answer(7, logprobs=broken)
     assert isinstance(one.request.end, Finished)
     assert one.request.end.reason == pb.FINISH_REASON_ERROR
+    assert one.request.scores is not None
+    assert one.request.scores.unsent == 0  # it may be computed anew, elsewhere
     assert one.group.memory.cache.lookup("", np.array([*PROMPT, 6], dtype=np.int32)).num_pages == 0
 
 

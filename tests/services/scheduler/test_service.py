@@ -15,6 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.scheduler import stream
 from services.scheduler.__main__ import serve
 from services.scheduler.health import MAX_FAILURES
 from services.scheduler.leadership import SteppedDown
@@ -304,6 +305,14 @@ async def test_a_result_that_cannot_be_ends_the_stream(tmp_path: Path, plan: int
         await eventually_async(lambda: len(worker.hellos) == 2)
         client.submit(submit(1, [2], 3))
         assert (await client.ended(1)).ids == expected([2], 3)
+
+
+async def test_a_worker_that_lives_and_never_welcomes_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WELCOME_S", 0.75)  # of which heartbeats tell twice
+    worker = ScriptedWorker()
+    worker.welcoming = False
+    async with serving(worker), scheduling(tmp_path, worker, ready=False):
+        await eventually_async(lambda: len(worker.hellos) == 2)
 
 
 async def test_k8s_12_a_group_that_lives_and_answers_no_plan_is_given_up(tmp_path: Path) -> None:

@@ -136,6 +136,17 @@ async def test_a_bad_plan_is_refused_and_never_executed(shared_worker: Worker) -
         assert ids(await stream.result()) == [[10]]
 
 
+async def test_a_scheduler_that_ends_its_stream_says_why(shared_worker: Worker) -> None:
+    await shared_worker.ready()
+    number = next_stream()
+    async with execution(shared_worker.port, stream=number) as stream:
+        stream.outbox.put(pb.ExecutionExecuteRequest(goodbye=pb.ExecuteGoodbye(reason="too slow, \n" + "x" * 1_000)))
+        async for message in stream.incoming:
+            assert message.HasField("heartbeat")
+    (line,) = (line for line in shared_worker.log.splitlines() if f"stream 1.{number}: the scheduler has ended it: too slow" in line)
+    assert len(line) < 700
+
+
 async def test_a_hello_must_be_above_the_highest_seen(shared_worker: Worker) -> None:
     await shared_worker.ready()
     number = next_stream()
