@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import cdiv, next_power_of_2, pdl_options
 
 NO_TOKEN = tl.constexpr(-1)  # the id of a row that yields none
 ROWS = 16  # of a program
@@ -76,10 +76,10 @@ def advance_triton(
 ) -> Tensor:
     rows, ids = len(slots), torch.empty_like(tokens)
     if rows:
-        _kernel[(triton.cdiv(rows, ROWS),)](
+        _kernel[(cdiv(rows, ROWS),)](
             length, last_token, done, max_length, ignore_eos, stop_ids, eos_ids, slots, lengths, tokens, samples, ids,
             rows, len(eos_ids), stop_ids.shape[1],
-            ROWS, triton.next_power_of_2(max(len(eos_ids), 1)), triton.next_power_of_2(stop_ids.shape[1]),
+            ROWS, next_power_of_2(max(len(eos_ids), 1)), next_power_of_2(stop_ids.shape[1]),
             num_warps=1, **pdl_options(length.device),
         )  # fmt: skip
     return ids

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import MAX_COUNTERS, counters, multiprocessors, pdl_options, prefetch
+from kernels.launch import MAX_COUNTERS, counters, multiprocessors, next_power_of_2, pdl_options, prefetch
 
 
 def decode_attention(
@@ -129,8 +129,8 @@ def decode_attention_triton(
         q, k_cache, v_cache, page_table, slots, lengths, out, partial, counters(q.device),
         scale * math.log2(math.e), *q.stride()[:2], max_pages, window or 0,
         kv_heads, group, head_size, page_size, window is not None, splits,
-        triton.next_power_of_2(splits), triton.next_power_of_2(group), max(triton.next_power_of_2(group), 16),
-        triton.next_power_of_2(head_size), block, stages, num_warps=warps, **pdl_options(q.device),
+        next_power_of_2(splits), next_power_of_2(group), max(next_power_of_2(group), 16),
+        next_power_of_2(head_size), block, stages, num_warps=warps, **pdl_options(q.device),
     )  # fmt: skip
     return out
 

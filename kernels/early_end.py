@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import next_power_of_2, pdl_options
 
 
 def forbid_early_end(
@@ -65,7 +65,7 @@ def forbid_early_end_triton(
     if rows:
         _kernel[(rows,)](
             logits, min_length, ignore_eos, stop_ids, eos_ids, slots, lengths, logits.stride(0), columns, first,
-            len(eos_ids), stop_ids.shape[1], triton.next_power_of_2(max(len(eos_ids), 1)), triton.next_power_of_2(stop_ids.shape[1]),
+            len(eos_ids), stop_ids.shape[1], next_power_of_2(max(len(eos_ids), 1)), next_power_of_2(stop_ids.shape[1]),
             num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import cdiv, next_power_of_2, pdl_options
 
 
 def embedding(ids: Tensor, weight: Tensor, first: int) -> Tensor:
@@ -28,8 +28,8 @@ def embedding_triton(ids: Tensor, weight: Tensor, first: int) -> Tensor:
     tokens, (rows, size) = ids.shape[0], weight.shape
     y = weight.new_empty(tokens, size)
     if tokens:
-        block = min(triton.next_power_of_2(size), 1024)
-        _kernel[(tokens, triton.cdiv(size, block))](ids, weight, y, first, rows, size, block, num_warps=4, **pdl_options(weight.device))
+        block = min(next_power_of_2(size), 1024)
+        _kernel[(tokens, cdiv(size, block))](ids, weight, y, first, rows, size, block, num_warps=4, **pdl_options(weight.device))
     return y
 
 

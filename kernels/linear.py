@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import MAX_COUNTERS, counters, pdl_options, prefetch
+from kernels.launch import MAX_COUNTERS, cdiv, counters, pdl_options, prefetch
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
 from kernels.tuning import table
 
@@ -78,7 +78,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: 
         raise ValueError(f"x must have contiguous rows and weight be contiguous, got strides {x.stride()} and {weight.stride()}")
     (rows, size), columns = x.shape, weight.shape[0] // (2 if gated else 1)
     y = x.new_empty(rows, columns)
-    row_tiles, column_tiles = triton.cdiv(rows, tuned.row_block), triton.cdiv(columns, tuned.column_block)
+    row_tiles, column_tiles = cdiv(rows, tuned.row_block), cdiv(columns, tuned.column_block)
     if tuned.splits > 1 and row_tiles * column_tiles > MAX_COUNTERS:
         raise ValueError(f"splits must be 1 for {row_tiles} x {column_tiles} tiles, got {tuned.splits}")
     shares = tuned.splits * rows * columns * (2 if gated else 1) if tuned.splits > 1 else 0

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import cdiv, next_power_of_2, pdl_options
 from kernels.search import ROOM, WARPS, find_cut, gather, kth_largest_bound, logit_of, order_key, write_hits
 
 NO_ID = -1  # of a largest logit, where there are fewer columns than were asked for
@@ -58,15 +58,15 @@ def logprobs_triton(logits: Tensor, chosen: Tensor, k: int, first: int = 0) -> t
 
     total, chosen_logits, top_logits, top_ids = empty(rows), empty(rows), empty(rows, k), empty(rows, k, dtype=torch.int32)
     if rows:
-        tiles = triton.cdiv(columns, TILE)
+        tiles = cdiv(columns, TILE)
         runs = tiles * (TILE // RUN)
         masses, maxima, hits = empty(rows, tiles), empty(rows, runs), empty(rows, runs, dtype=torch.int32)
         gathered, gathered_ids = empty(rows, ROOM if k else 0), empty(rows, ROOM if k else 0, dtype=torch.int32)
         _scan_kernel[(tiles, rows)](logits, masses, maxima, columns, logits.stride(0), tiles, TILE, RUN, num_warps=4, **pdl_options(device))
         _top_kernel[(rows,)](
             logits, chosen, masses, maxima, hits, gathered_ids, gathered, total, chosen_logits, top_ids, top_logits,
-            first, columns, logits.stride(0), tiles, runs, k, triton.next_power_of_2(max(k, 1)),
-            triton.next_power_of_2(tiles), TILE // RUN, RUN, triton.next_power_of_2(runs), ROOM, NO_ID,
+            first, columns, logits.stride(0), tiles, runs, k, next_power_of_2(max(k, 1)),
+            next_power_of_2(tiles), TILE // RUN, RUN, next_power_of_2(runs), ROOM, NO_ID,
             num_warps=WARPS, **pdl_options(device),
         )  # fmt: skip
     return total, chosen_logits, top_ids, top_logits

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import HOPPER, capability, pdl_options
+from kernels.launch import HOPPER, capability, cdiv, next_power_of_2, pdl_options
 
 
 def route(logits: Tensor, choices: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def route_triton(logits: Tensor, choices: int, renormalise: bool) -> tuple[Tenso
     if tokens:
         _route_kernel[(tokens,)](
             logits, weights, experts, logits.stride(0), num_experts, choices, renormalise,
-            triton.next_power_of_2(num_experts), triton.next_power_of_2(choices), num_warps=1, **pdl_options(logits.device),
+            next_power_of_2(num_experts), next_power_of_2(choices), num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
     return weights, experts
 
@@ -103,7 +103,7 @@ def moe_triton(
     order = torch.empty(assignments, dtype=torch.int32, device=x.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     pdl = pdl_options(x.device)
-    block = min(triton.next_power_of_2(assignments), 4096)
+    block = min(next_power_of_2(assignments), 4096)
     _sort_kernel[(num_experts,)](experts, order, counts, assignments, block, num_warps=4, **pdl)
     activated = x.new_empty(assignments, inner)
     results = x.new_empty(assignments, hidden)
@@ -113,12 +113,12 @@ def moe_triton(
     ):
         rows, column_block, inner_block, warps, stages = kernel_config
         tiles = min(assignments, assignments // rows + num_experts)
-        _product_kernel[(tiles, triton.cdiv(columns, column_block))](
+        _product_kernel[(tiles, cdiv(columns, column_block))](
             source, weight, destination, order, counts, num_experts, columns, size, choices, gated,
-            triton.next_power_of_2(num_experts), rows, column_block, inner_block, stages, num_warps=warps, **pdl,
+            next_power_of_2(num_experts), rows, column_block, inner_block, stages, num_warps=warps, **pdl,
         )  # fmt: skip
-    column_block = min(triton.next_power_of_2(hidden), 1024)
-    _sum_kernel[(tokens, triton.cdiv(hidden, column_block))](results, weights, y, hidden, choices, column_block, num_warps=4, **pdl)
+    column_block = min(next_power_of_2(hidden), 1024)
+    _sum_kernel[(tokens, cdiv(hidden, column_block))](results, weights, y, hidden, choices, column_block, num_warps=4, **pdl)
     return y
 
 

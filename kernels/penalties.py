@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import cdiv, next_power_of_2, pdl_options
 
 IN_PROMPT = 1 << 30  # of a count: the id is in the prompt; the bits below say how often it was generated
 TILE = 2048  # columns of a program
@@ -97,16 +97,16 @@ def penalise_triton(
 ) -> None:
     (rows, columns), biases = logits.shape, bias_ids.shape[1]
     if rows:
-        _penalise_kernel[(triton.cdiv(columns, TILE), rows)](
+        _penalise_kernel[(cdiv(columns, TILE), rows)](
             logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, columns, logits.stride(0), biases, first,
-            IN_PROMPT, TILE, triton.next_power_of_2(max(biases, 1)), num_warps=8, **pdl_options(logits.device),
+            IN_PROMPT, TILE, next_power_of_2(max(biases, 1)), num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
 
 
 def count_triton(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, first: int = 0) -> None:
     number = len(ids)
     if number:
-        _count_kernel[(triton.cdiv(number, IDS),)](
+        _count_kernel[(cdiv(number, IDS),)](
             counts, slots, ids, in_prompt, number, counts.shape[1], first, IN_PROMPT, IDS, num_warps=4, **pdl_options(counts.device)
         )
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import cdiv, next_power_of_2, pdl_options
 
 TOKENS = 128  # of a program
 ROWS = 64  # prefill rows that a program compares at a time
@@ -99,11 +99,11 @@ def plan_unpack_triton(
     ids, positions, locations, lengths = empty(tokens), empty(tokens), empty(tokens, torch.int64), empty(rows)
     query_starts = empty(prefill_rows + 1)
     # Blocks of decode rows, blocks of prefill rows (one at least, for query_starts), blocks of prefill tokens.
-    decode_blocks, row_blocks = triton.cdiv(decode_rows, TOKENS), max(triton.cdiv(prefill_rows, TOKENS), 1)
-    _kernel[(decode_blocks + row_blocks + triton.cdiv(prefill_tokens, TOKENS),)](
+    decode_blocks, row_blocks = cdiv(decode_rows, TOKENS), max(cdiv(prefill_rows, TOKENS), 1)
+    _kernel[(decode_blocks + row_blocks + cdiv(prefill_tokens, TOKENS),)](
         page_table, length, last_token, done, decode_slots, prefill_slots, prefill_starts, prefill_lengths, prefill_ids,
         ids, positions, locations, lengths, query_starts, page_table.shape[1], decode_rows, prefill_rows, prefill_tokens,
-        decode_blocks, row_blocks, page_size, TOKENS, max(min(triton.next_power_of_2(prefill_rows), ROWS), 16),
+        decode_blocks, row_blocks, page_size, TOKENS, max(min(next_power_of_2(prefill_rows), ROWS), 16),
         num_warps=4, **pdl_options(page_table.device),
     )  # fmt: skip
     return ids, positions, locations, lengths, query_starts

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import HOPPER, capability, pdl_options
+from kernels.launch import HOPPER, capability, cdiv, next_power_of_2, pdl_options
 
 
 def prefill_attention(
@@ -121,14 +121,14 @@ def prefill_attention_triton(
     if tokens == 0 or rows == 0:
         return out.zero_()
     query_block, key_block, warps, stages = tuned or config(head_size, q.element_size(), capability(q.device) >= HOPPER)
-    query_block = max(query_block, triton.next_power_of_2(group))
+    query_block = max(query_block, next_power_of_2(group))
     tile_tokens = query_block // group
-    tiles = min(tokens // tile_tokens + rows, triton.cdiv(max_query, tile_tokens) * rows)
+    tiles = min(tokens // tile_tokens + rows, cdiv(max_query, tile_tokens) * rows)
     _kernel[(kv_heads, tiles)](
         q, k_cache, v_cache, page_table, slots, query_starts, lengths, out,
         scale * math.log2(math.e), *q.stride()[:2], page_table.shape[1], tokens, rows, window or 0,
-        kv_heads, group, head_size, page_size, window is not None, tile_tokens, triton.next_power_of_2(rows),
-        query_block, triton.next_power_of_2(head_size), key_block, stages, num_warps=warps, **pdl_options(q.device),
+        kv_heads, group, head_size, page_size, window is not None, tile_tokens, next_power_of_2(rows),
+        query_block, next_power_of_2(head_size), key_block, stages, num_warps=warps, **pdl_options(q.device),
     )  # fmt: skip
     return out
 

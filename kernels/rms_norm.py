@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import cdiv, next_power_of_2, pdl_options
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,11 +49,11 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows_per_program = max(1, min(1024 // block, rows))
     rows_per_program = 1 << (rows_per_program.bit_length() - 1)
     warps = max(1, min(rows_per_program * block // 256, 16))  # 8 elements a thread: one 16-byte load of bfloat16
-    _kernel[(triton.cdiv(rows, rows_per_program),)](
+    _kernel[(cdiv(rows, rows_per_program),)](
         flat, residual, weight, y, rows, flat.stride(0), flat.stride(1), size, eps, residual is not None, rows_per_program, block,
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip

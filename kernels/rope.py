@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import multiprocessors, pdl_options
+from kernels.launch import cdiv, multiprocessors, next_power_of_2, pdl_options
 from kernels.rms_norm import rms_norm_torch
 
 
@@ -94,12 +94,12 @@ def rope_and_store_triton(
     if tokens == 0:
         return out
     # One head a program while that leaves multiprocessors idle, then enough heads that a program moves a few kilobytes.
-    heads = 1 if tokens * (q_heads + kv_heads) <= 16 * multiprocessors(q.device) else min(triton.next_power_of_2(kv_heads), 8)
-    _kernel[(tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))](
+    heads = 1 if tokens * (q_heads + kv_heads) <= 16 * multiprocessors(q.device) else min(next_power_of_2(kv_heads), 8)
+    _kernel[(tokens, cdiv(q_heads, heads) + cdiv(kv_heads, heads))](
         q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, query_scale, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps, q_heads, kv_heads, head_size, rotated // 2,
-        q_norm is not None, k_norm is not None, query_scale is not None, heads, triton.next_power_of_2(rotated // 2),
-        triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0, triton.next_power_of_2(head_size),
+        q_norm is not None, k_norm is not None, query_scale is not None, heads, next_power_of_2(rotated // 2),
+        next_power_of_2(head_size - rotated) if rotated < head_size else 0, next_power_of_2(head_size),
         num_warps=1 if heads == 1 else 4, **pdl_options(q.device),
     )  # fmt: skip
     return out

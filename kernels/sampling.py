@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.filters import choose_filtered, is_filtered
-from kernels.launch import pdl_options
+from kernels.launch import cdiv, next_power_of_2, pdl_options
 from kernels.noise import gumbel, gumbel_block
 from kernels.search import ROOM, WARPS
 
@@ -131,7 +131,7 @@ def _launch(
     ids = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return ids
-    tiles, random = triton.cdiv(columns, TILE), temperature is not None
+    tiles, random = cdiv(columns, TILE), temperature is not None
     runs = tiles * (TILE // RUN) if random else 0
     scores, masses = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
     winners = torch.empty(rows, tiles, dtype=torch.int32, device=device)
@@ -146,8 +146,8 @@ def _launch(
     )  # fmt: skip
     _choose_kernel[(rows,)](
         logits, scores, masses, winners, maxima, hits, gathered_ids, gathered, ids, *parameters,
-        first, columns, logits.stride(0), tiles, runs, random, slots is not None, triton.next_power_of_2(tiles), RUN,
-        triton.next_power_of_2(runs), ROOM, num_warps=WARPS if random else 4, **pdl_options(device),
+        first, columns, logits.stride(0), tiles, runs, random, slots is not None, next_power_of_2(tiles), RUN,
+        next_power_of_2(runs), ROOM, num_warps=WARPS if random else 4, **pdl_options(device),
     )  # fmt: skip
     return ids
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import pdl_options
+from kernels.launch import cdiv, next_power_of_2, pdl_options
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -27,8 +27,8 @@ def silu_and_mul_triton(x: Tensor) -> Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     y = x.new_empty(tokens, size)
     if tokens:
-        block = min(triton.next_power_of_2(size), 1024)
-        _kernel[(tokens, triton.cdiv(size, block))](x, y, size, block, num_warps=4, **pdl_options(x.device))
+        block = min(next_power_of_2(size), 1024)
+        _kernel[(tokens, cdiv(size, block))](x, y, size, block, num_warps=4, **pdl_options(x.device))
     return y
 
 
