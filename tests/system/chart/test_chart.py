@@ -94,6 +94,10 @@ def check(objects: list[Object]) -> None:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
             assert all(isinstance(variable.get("value", ""), str) for variable in container.get("env", []))
+            writable = [mount["mountPath"] for mount in container.get("volumeMounts", []) if not mount.get("readOnly")]
+            for variable in container.get("env", []):
+                if variable["name"].endswith(("HOME", "CACHE_DIR")):
+                    assert any(Path(variable["value"]).is_relative_to(path) for path in writable), variable
             ports = {port["name"] for port in container.get("ports", [])}
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 if probe in container:
@@ -261,6 +265,9 @@ def test_k8s_08_a_token_stands_in_a_secret_only(helm: Helm) -> None:
     assert literal not in rendered
     secret = of_kind([each for each in yaml.safe_load_all(rendered) if each], "Secret")
     assert list(secret["data"]) == ["HF_TOKEN"]
+    (init,) = of_kind([each for each in yaml.safe_load_all(rendered) if each], "StatefulSet")["spec"]["template"]["spec"]["initContainers"]
+    used = {variable["name"]: variable["valueFrom"]["secretKeyRef"] for variable in init["env"] if "valueFrom" in variable}
+    assert used == {"HF_TOKEN": {"name": secret["metadata"]["name"], "key": "HF_TOKEN"}}
     own = helm.objects({"model": {"source": merged(source, {"huggingFace": {"existingSecret": "mine", "secretKey": "token"}})}})
     assert not [each for each in own if each["kind"] == "Secret"]
     (init,) = of_kind(own, "StatefulSet")["spec"]["template"]["spec"]["initContainers"]
