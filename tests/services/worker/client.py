@@ -25,7 +25,7 @@ class Worker:
     """`python -m services.worker` on a port that the kernel picks."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.ports_file, self.log_file = folder / "ports.json", folder / "log"
+        self.arguments, self.ports_file, self.log_file = arguments, folder / "ports.json", folder / "log"
         command = [
             sys.executable,
             "-m",
