@@ -114,13 +114,17 @@ def test_lpb_01_as_many_alternatives_as_asked_for_the_likeliest_first(stack: Sta
     assert stack.client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"] is None
 
 
-def test_smp_07_a_bias_makes_an_id_certain_or_forbids_it(stack: Stack) -> None:
+def test_smp_07_a_bias_makes_an_id_certain_or_forbids_it(stack: Stack, reference: Any) -> None:
+    with torch.inference_mode():
+        likeliest = int(reference(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-    plain, forced, none = completions(stack, [body, {**body, "logit_bias": {"65": 100}}, {**body, "logit_bias": {}}])
+    biases: list[dict[str, int]] = [{"65": 100}, {}, {str(likeliest): -100}]
+    plain, forced, none, forbidden = completions(stack, [body, *({**body, "logit_bias": bias} for bias in biases)])
     assert len(set(forced["logprobs"]["tokens"])) == 1
     assert none["text"] == plain["text"]
     first = plain["logprobs"]["tokens"][0]
     assert first != forced["logprobs"]["tokens"][0]
+    assert first not in forbidden["logprobs"]["tokens"]
     assert max(forced["logprobs"]["token_logprobs"]) < -1  # the bias does not show
 
 

@@ -142,9 +142,17 @@ def test_met_02_every_request_is_counted_once_by_outcome(scripted: Callable[...,
     gateway = scrape(stack.gateway)
     answers = {code: total(gateway, "lockstep_gateway_requests_total", "endpoint=/v1/c", f"code={code}") for code in (200, 400, 499, 500)}
     assert answers == {200: 9, 400: 2, 499: 3, 500: 1}
-    assert total(gateway, "lockstep_gateway_requests_total", "endpoint=/v1/c") == 15
+    assert total(gateway, "lockstep_gateway_requests_total", "endpoint=/v1/c") == sum(answers.values()) == 15
+    assert total(gateway, "lockstep_gateway_request_duration_seconds_count", "endpoint=/v1/c") == 15
     assert total(gateway, "lockstep_gateway_disconnects_total") == 3
     assert total(scrape(stack.scheduler), "vllm:request_success_total", "model_name=tiny", "engine=group-0") == 13
+    two = stack.client.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "n": 2, "max_tokens": 7, "seed": ENDLESS}).json()
+    assert [choice["finish_reason"] for choice in two["choices"]] == ["length", "length"]
+    eventually(lambda: at_rest(stack))
+    gateway = scrape(stack.gateway)
+    assert total(gateway, "lockstep_gateway_requests_total", "endpoint=/v1/c") == 16  # what a client asks for is one
+    assert total(gateway, "lockstep_gateway_request_duration_seconds_count", "endpoint=/v1/c") == 16
+    assert sum(finished(stack).values()) == 13 + 2  # what is scheduled are choices
     stack.complete("hi", max_tokens=5, n=2, seed=STOPS)
     eventually(lambda: at_rest(stack))
     assert total(scrape(stack.gateway), "lockstep_gateway_requests_total", "endpoint=/v1/c") == 16

@@ -67,6 +67,21 @@ def stream(url: str) -> Iterator[tuple[Iterator[str], int]]:
         yield response.iter_lines(), response.extensions["network_stream"].get_extra_info("client_addr")[1]
 
 
+def test_can_05_a_stop_string_ends_the_work_in_the_engine(stack: Stack) -> None:
+    """Steps take 20 ms: on an idle machine at most 4 tokens are computed after the fifth. A busy one may be half a second late."""
+
+    def computed() -> float:
+        return stack.scheduler.metrics()["lockstep_generation_tokens_total"]
+
+    before = computed()
+    body = {"model": "tiny", "prompt": "hi", "seed": ENDLESS, "max_tokens": 200, "ignore_eos": True, "stop": "GHFGH"}  # F G H F G H
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=30).json()
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("F", "stop")
+    assert answer["usage"]["completion_tokens"] == 6
+    eventually(lambda: running(stack) == 0, 2.0)
+    assert 6 <= computed() - before <= 6 + 4 + 25
+
+
 def test_can_08_who_leaves_the_router_leaves_the_worker(stack: Stack) -> None:
     with router(stack.gateway.ports["http"]) as url:
         with stream(url) as (lines, _):

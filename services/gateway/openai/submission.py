@@ -25,13 +25,13 @@ def submits(
 
     Raises InvalidRequest, of `param` where a prompt does not fit.
     """
-    check_ids("stop_token_ids", body.stop_token_ids, model)
+    check_ids("stop_token_ids", body.stop_token_ids, model.vocab_size)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sampling = _sampling(body, model)
     samplings = [_seeded(sampling, choice_seed(seed, index)) for index in range(body.candidates)]
     messages = []
     for prompt in prompts:
-        check_ids(param, prompt, model)
+        check_ids(param, prompt, min(model.vocab_size, model.tokenizer.known_ids))
         wanted = _completion_tokens(body, model, prompt, max_tokens, param)
         _check_logprobs(body, len(prompts) * body.candidates, len(prompt), wanted)
         prompt_ids = ids_to_bytes(prompt)  # once: there may be 128 choices of a million bytes
@@ -126,8 +126,8 @@ def _check_logprobs(body: GenerationRequest, choices: int, prompt_tokens: int, c
         raise InvalidRequest(message, "logprobs", "invalid_value")
 
 
-def check_ids(param: str, ids: list[int], model: Model) -> None:
-    """Raises InvalidRequest for an id that has no row in the model's embedding."""
-    if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
-        bad = next(each for each in ids if not 0 <= each < model.vocab_size)
-        raise InvalidRequest(f"token id {str(bad)[:50]} is not from 0 to {model.vocab_size - 1}", param, "invalid_value")
+def check_ids(param: str, ids: list[int], end: int) -> None:
+    """Raises InvalidRequest for an id that is not below `end`: it has no row in the model's embedding or, in a prompt, means nothing."""
+    if ids and not 0 <= min(ids) <= max(ids) < end:
+        bad = next(each for each in ids if not 0 <= each < end)
+        raise InvalidRequest(f"token id {str(bad)[:50]} is not from 0 to {end - 1}", param, "invalid_value")

@@ -48,7 +48,7 @@ def _tokenized(ids: Sequence[int], model: Model, has_strings: bool) -> Iterator[
 async def detokenize(request: Request) -> Response:
     """The text of token ids, control tokens too."""
     gateway, body, model = await service.opened(request, detokenize_request)
-    check_ids("tokens", body.tokens, model)
+    check_ids("tokens", body.tokens, model.vocab_size)
     text = await gateway.in_thread(request, model.tokenizer.decode, body.tokens)
     return json_response(itertools.chain("{", _prompt(text), "}"), request)
 

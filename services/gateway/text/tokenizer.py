@@ -68,7 +68,7 @@ class TextTokenizer:
         self.special_texts = frozenset(str(each) for each in added.values() if each.special)
         self._plain = _without_added_tokens(self._tokenizer, control)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._known_ids = max(vocabulary.values()) + 1
+        self.known_ids = max(vocabulary.values()) + 1  # ids below may be tokens; models often have more, as padding
         self._max_bytes = max_length * max(len(token.encode()) for token in vocabulary)
 
     @property
@@ -86,7 +86,7 @@ class TextTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, control tokens too."""
-        return str(self._tokenizer.decode([id_ for id_ in ids if id_ < self._known_ids], skip_special_tokens=False))
+        return str(self._tokenizer.decode([id_ for id_ in ids if id_ < self.known_ids], skip_special_tokens=False))
 
     def encode_chat(self, rendered: str, marks: Marks) -> list[int]:
         """Ids of a rendered chat, whose template wrote all control tokens that are not between marks."""
@@ -130,7 +130,7 @@ class TextTokenizer:
     def _detokenizer(self, hidden: frozenset[int]) -> Detokenizer:
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes, hidden)
-        return ContextDetokenizer(self._tokenizer, lambda id_: id_ < self._known_ids and id_ not in hidden)
+        return ContextDetokenizer(self._tokenizer, lambda id_: id_ < self.known_ids and id_ not in hidden)
 
     def _pieces(self, rendered: str, marks: Marks) -> Iterator[tuple[str, bool]]:
         """The rendered chat without its marks, in pieces; True for a control token that is plain text.

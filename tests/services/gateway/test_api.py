@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from tokenizers import processors
 
+from services.gateway.model import cache_folder
 from shared.protocol.plan import ids_from_bytes
-from tests.services.gateway.conftest import EOS, Stack, events
+from tests.services.gateway.conftest import EOS, Stack, assert_error, events
 from tests.services.gateway.scripted_scheduler import Script
 from tests.tiny import tiny_tokenizer
 
@@ -18,14 +20,17 @@ HI = [{"role": "user", "content": "hi"}]
 
 async def test_api_01_unknown_keys_are_ignored(stack: Stack) -> None:
     stack.says("hello")
-    message = {"role": "user", "content": "hi", "id": 7, "opts": {"a": 1}, "name": "a b"}
-    response = await stack.chat(foo=1, messages=[message], rid="1", request_id="2", priority=3, tenant="t")
-    assert response.status_code == 200
-    await stack.chat()
-    first, second = stack.scheduler.submits
-    assert first.prompt_ids == second.prompt_ids
-    assert not first.HasField("priority")
-    assert not first.HasField("tenant")
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    for content in ("hi", [part]):
+        message = {"role": "user", "content": content, "id": 7, "opts": {"a": 1}, "name": "a b"}
+        response = await stack.chat(foo=1, messages=[message], rid="1", request_id="2", priority=3, tenant="t", temperature=0)
+        assert response.json()["choices"] == (await stack.chat(temperature=0)).json()["choices"]
+        first, second = stack.scheduler.submits[-2:]
+        assert first.prompt_ids == second.prompt_ids
+        assert not first.HasField("priority")
+        assert not first.HasField("tenant")
+    options = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False, "x": 1}}
+    assert (await stack.chat(**options)).status_code == 200
 
 
 async def test_api_03_one_json_object(stack: Stack) -> None:
@@ -60,13 +65,31 @@ async def test_api_04_max_completion_tokens(stack: Stack) -> None:
     for fields in ({"max_completion_tokens": 3}, {"max_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}):
         body = (await stack.chat(**fields)).json()
         assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (3, "length")
+        body = (await stack.complete(**fields)).json()
+        assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (3, "length")
+    for ask in (stack.chat, stack.complete):
+        assert_error(await ask(max_tokens=3, max_completion_tokens=4), 400, "max_tokens", "invalid_parameter_combination")
 
 
 async def test_api_06_the_name_asked_for(stack: Stack) -> None:
     stack.says("x")
+    answers = [await stack.http.get(path) for path in ("/v1/models", "/v1/models/tiny", "/tokenizer_info", "/version", "/openapi.json")]
     for name in ("tiny", "org/tiny"):
-        assert (await stack.chat(model=name)).json()["model"] == name
-        assert {chunk["model"] for chunk in await stack.chat_events(model=name)} == {name}
+        answers += [await stack.chat(model=name), await stack.complete(model=name)]
+        assert [answer.json()["model"] for answer in answers[-2:]] == [name, name]
+        answers += [await stack.chat(model=name, stream=True), await stack.complete(model=name, stream=True)]
+        assert {chunk["model"] for answer in answers[-2:] for chunk in events(answer.content)} == {name}
+    for ask in (stack.chat, stack.complete):
+        for stream in (False, True):
+            answers.append(await ask(model="nope", stream=stream))
+            assert_error(answers[-1], 404, None, "model_not_found")
+            for nothing in (None, ""):
+                answers.append(await ask(model=nothing, stream=stream))
+                assert_error(answers[-1], 400, None, None)
+    answers.append(await stack.http.post("/v1/completions", json={"prompt": "hi"}))
+    assert_error(answers[-1], 400, None, None)
+    paths = (stack.folder, cache_folder(), Path.home(), Path(__file__).parents[3])
+    assert not [answer.url for answer in answers for path in paths if str(path) in answer.text]
 
 
 async def test_api_07_models(stack: Stack) -> None:
@@ -76,6 +99,9 @@ async def test_api_07_models(stack: Stack) -> None:
     for path in ("org/tiny", "org%2Ftiny"):
         card = (await stack.http.get(f"/v1/models/{path}")).json()
         assert (card["id"], card["object"], type(card["created"]), type(card["owned_by"])) == ("org/tiny", "model", int, str)
+        assert card in listed["data"]
+    for path in ("nope", "org/nope", "org", "tiny/"):
+        assert_error(await stack.http.get(f"/v1/models/{path}"), 404, None, "model_not_found")
 
 
 async def test_api_12_fields_without_effect(stack: Stack) -> None:
@@ -121,6 +147,9 @@ async def test_api_13_legacy(stack: Stack) -> None:
     for each in (whole, *chunks):
         assert each["object"] == "text_completion"
         assert each["id"].startswith("cmpl-")
+        assert all(choice.keys() == {"index", "text", "logprobs", "finish_reason"} for choice in each["choices"])
+    for fields, param in (({"best_of": 1, "n": 2}, "best_of"), ({"best_of": 2, "stream": True}, "best_of"), ({"suffix": "x"}, "suffix")):
+        assert_error(await stack.complete(**fields), 400, param)
 
 
 async def test_legacy_prompts(stack: Stack) -> None:
@@ -132,6 +161,19 @@ async def test_legacy_prompts(stack: Stack) -> None:
         assert stack.scheduler.prompts == expected
         assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
         assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+async def test_tok_05_prompts_of_ids_get_no_bos_and_texts_one(start: Any, tmp_path: Path) -> None:
+    fast = tiny_tokenizer(tmp_path / "bos")
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    fast.save_pretrained(tmp_path / "bos")
+    stack = await start({"folder": tmp_path / "bos"})
+    stack.says("x")
+    for prompt, expected in (("hi", [0, *stack.encode("hi")]), ([5, 6], [5, 6])):
+        assert (await stack.complete(prompt=prompt)).json()["usage"]["prompt_tokens"] == len(expected)
+        assert stack.scheduler.prompts[-1] == expected
+    await stack.chat()
+    assert 0 not in stack.scheduler.prompts[-1]  # its template writes none
 
 
 async def test_several_prompts_in_one_stream(stack: Stack) -> None:
@@ -222,10 +264,11 @@ async def test_stp_07_default_length(stack: Stack) -> None:
 async def test_tpl_01_content_as_parts(stack: Stack) -> None:
     stack.says("x")
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    for role in ("system", "user", "assistant", "developer"):
+    for role in ("system", "user", "assistant", "developer", "tool"):
         for content in (parts, "one two"):
-            await stack.chat(messages=[{"role": role, "content": content}])
+            assert (await stack.chat(messages=[{"role": role, "content": content, "tool_call_id": "c"}])).status_code == 200
     prompts = stack.scheduler.prompts
+    assert len(prompts) == 10
     assert prompts[::2] == prompts[1::2]
 
 

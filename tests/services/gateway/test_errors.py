@@ -19,6 +19,7 @@ from tests.tiny import tiny_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 V = 384
+PADDING = 370  # an id that the embedding has and the tokenizer has not
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str | None]] = [  # fields beside model and messages, param, code
@@ -126,7 +127,7 @@ async def test_err_01_legacy(stack: Stack) -> None:
         ({"prompt": ["a"] * 129}, "prompt", "array_above_max_length"),
         ({"prompt": [["x"] * 10**5]}, "prompt", "invalid_type"),
         ({"prompt": ""}, "prompt", ANY),
-        *(({"prompt": prompt}, "prompt", ANY) for prompt in ([-1], [V], [4294967296], [0, V], [[1], [V]], [2**70])),
+        *(({"prompt": prompt}, "prompt", ANY) for prompt in ([-1], [V], [4294967296], [0, V], [[1], [V]], [2**70], [PADDING])),
         ({"prompt": [5] * 256}, "prompt", "context_length_exceeded"),
         ({"prompt": [5] * 200, "max_tokens": 57}, "prompt", "context_length_exceeded"),
         ({"max_tokens": -1}, "max_tokens", "integer_below_min_value"),
@@ -169,7 +170,7 @@ async def test_err_02_routes_and_methods(stack: Stack) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        *(b"", b"{", b"[]", b'"x"', b"null", b"\xff{}", b"[" * 10**5, b'{"a":' * 10**5),
+        *(b"", b"{", b"[]", b'"x"', b"null", b"\xff{}", b"[" * 10**5, b'{"a":' * 10**5, b"\xef\xbb\xbf[]"),
         *(
             b'{"temperature": NaN}',
             b'{"temperature": Infinity}',
@@ -268,6 +269,7 @@ async def test_an_error_in_a_stream_is_its_last_event(stack: Stack) -> None:
 
 
 async def test_err_08_permanent_faults_are_sent_once(stack: Stack) -> None:
+    """One of each kind of ERR-01, as the official client sends them: what it retries is a matter of the status and of one header."""
     calls: list[object] = []
 
     async def count(request: object) -> None:
@@ -275,11 +277,19 @@ async def test_err_08_permanent_faults_are_sent_once(stack: Stack) -> None:
 
     async with openai.DefaultAsyncHttpxClient(event_hooks={"request": [count]}) as http:
         client = openai.AsyncOpenAI(base_url=f"{stack.http.base_url}/v1", api_key="none", http_client=http)
-        for arguments in ({"temperature": 9}, {"model": "nope"}, {"max_tokens": 10**9}):
+        faults = {code: fields for fields, _, code in CHAT_FAULTS if len(json.dumps(fields)) < 10_000}
+        assert len(faults) > 15
+        for fields in ({"model": "nope"}, *faults.values()):
+            del calls[:]
             with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as error:
-                await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], extra_body=arguments)
-            assert error.value.request_id
-        assert len(calls) == 3
+                await client.post("/chat/completions", body={"model": "tiny", "messages": HI, **fields}, cast_to=object)
+            assert (len(calls), bool(error.value.request_id)) == (1, True), fields
+        for path, kind in (("/nope", openai.NotFoundError), ("/models", openai.APIStatusError)):
+            del calls[:]
+            with pytest.raises(kind) as error:
+                await client.post(path, body={}, cast_to=object)
+            assert (len(calls), error.value.status_code) == (1, 404 if path == "/nope" else 405)
+    assert not stack.scheduler.submits
 
 
 def test_messages_quote_little_of_the_input() -> None:
@@ -396,3 +406,13 @@ async def test_tpl_05_a_template_that_refuses_says_why_to_the_client(start: Any,
         for role, words in (("system", "No system"), ("user", "")):
             error = assert_error(await stack.chat(stream=stream, messages=[{"role": role, "content": "x"}]), 400, "messages")
             assert words in error["message"]
+
+
+async def test_tpl_06_without_a_template_only_completions_are_served(start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_tokenizer(tmp_path / "base", None)
+    stack = await start({"folder": tmp_path / "base", "fingerprint": "base"})
+    assert any("no chat template" in record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    stack.says("x")
+    for stream in (False, True):
+        assert "no chat template" in assert_error(await stack.chat(stream=stream), 400, "messages")["message"]
+    assert (await stack.complete()).status_code == 200

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import openai
@@ -13,16 +12,21 @@ from tests.services.gateway.conftest import EOS, Stack, events
 from tests.services.gateway.scripted_scheduler import ERROR, LENGTH, Script
 
 
-async def test_str_02_chunks_and_whole_answer_agree(stack: Stack) -> None:
+@pytest.mark.parametrize("fields, reason", [({}, "stop"), ({"stop": "world"}, "stop"), ({"max_tokens": 3}, "length")])
+async def test_str_02_chunks_and_whole_answer_agree(stack: Stack, fields: dict[str, Any], reason: str) -> None:
     stack.says("hello, world")
-    chunks = await stack.chat_events(seed=1)
+    chunks = await stack.chat_events(seed=1, **fields)
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
-    assert chunks[0]["object"] == "chat.completion.chunk"
+    assert (chunks[0]["object"], type(chunks[0]["created"])) == ("chat.completion.chunk", int)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert all(chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:-1])
     assert all("role" not in chunk["choices"][0]["delta"] for chunk in chunks[1:])
-    assert (chunks[-1]["choices"][0]["delta"], chunks[-1]["choices"][0]["finish_reason"]) == ({}, "stop")
-    assert await stack.content(seed=1) == "hello, world"
+    assert (chunks[-1]["choices"][0]["delta"], chunks[-1]["choices"][0]["finish_reason"]) == ({}, reason)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert "hello, world".startswith(await stack.content(seed=1, **fields))
+    whole = (await stack.chat(seed=1, **fields)).json()
+    usage = await stack.chat_events(seed=1, stream_options={"include_usage": True}, **fields)
+    assert usage[-1]["usage"] == whole["usage"]
 
 
 async def test_completions_stream_and_whole(stack: Stack) -> None:
@@ -85,17 +89,28 @@ async def test_a_rejection_after_a_keep_alive_is_an_event(start: Any) -> None:
     assert json.loads(response.text.split("data: ")[1])["error"]["type"] == "server_error"
 
 
-async def test_str_09_headers_and_arrivals(stack: Stack) -> None:
-    stack.says("a b c d e f g h i j", step_s=0.03)
-    body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
-    async with stack.http.stream("POST", "/v1/chat/completions", json=body, headers={"accept-encoding": "gzip"}) as response:
-        arrivals = [time.monotonic() async for _ in response.aiter_raw()]
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_str_09_headers_and_arrivals(stack: Stack, path: str) -> None:
+    """Each token reaches the client before the next is computed; the ingress is a matter of tests/system/helm."""
+    ids = stack.encode("a b c d e f g h i j")
+    gates = [asyncio.Event() for _ in ids]
+    stack.plays(*(step for gate, id_ in zip(gates, ids, strict=True) for step in (gate, [id_])), [EOS])
+    body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "max_tokens": 100}
+    got = 0
+    gates[0].set()
+    async with stack.http.stream("POST", f"/v1/{path}", json=body, headers={"accept-encoding": "gzip, br"}) as response:
+        async for line in response.aiter_lines():
+            choice = json.loads(line.removeprefix("data: "))["choices"][0] if line.startswith("data: {") else {}
+            if choice.get("text") or choice.get("delta", {}).get("content"):
+                got += 1
+                if got < len(gates):
+                    gates[got].set()
+    assert got == len(ids) >= 8
     headers = response.headers
     assert headers["content-type"].startswith("text/event-stream")
     assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
     assert "content-length" not in headers
     assert "content-encoding" not in headers
-    assert len(arrivals) >= 8
 
 
 async def test_str_11_no_empty_chunks(stack: Stack) -> None:
@@ -129,6 +144,7 @@ async def test_what_a_step_brings_changes_no_text(stack: Stack, tokens_a_step: i
 async def test_tok_10_special_tokens_in_the_text_are_hidden(stack: Stack) -> None:
     stack.plays(stack.encode("hello"), [1], stack.encode("world"), [EOS])
     assert await stack.content() == "helloworld"
+    assert await stack.content(skip_special_tokens=False) == "hello<|im_start|>world"  # EOS is no part of the text
 
 
 async def test_stp_04_stop_lists(stack: Stack) -> None:
@@ -226,3 +242,20 @@ async def test_can_04_all_choices_are_cancelled(stack: Stack) -> None:
         await anext(response.aiter_lines())
     await eventually_async(lambda: len(stack.scheduler.cancels) == 4)
     assert {cancel.request for cancel in stack.scheduler.cancels} == {submit.request for submit in stack.scheduler.submits}
+
+
+async def test_can_04_a_choice_that_has_ended_is_not_cancelled(stack: Stack) -> None:
+    never = asyncio.Event()
+    stack.scheduler.script = lambda submit: Script([stack.encode("hello"), [EOS] if submit.request % 4 == 1 else never])
+    body = {"model": "tiny", "stream": True, "n": 4, "messages": [{"role": "user", "content": "hi"}]}
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if '"finish_reason":"stop"' in line:
+                break
+    await eventually_async(lambda: len(stack.scheduler.cancels) == 3)
+    ended, *running = [submit.request for submit in stack.scheduler.submits]
+    assert [cancel.request for cancel in stack.scheduler.cancels] == running
+    assert ended not in running
+    stack.says("hello")
+    assert await stack.content() == "hello"
+    assert len(stack.scheduler.cancels) == 3
