@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.metrics import GatewayMetrics
 from services.scheduler.metrics import TWINS, EngineState, SchedulerMetrics
+from services.worker.distributed.sums import Sums, SumTime
 from services.worker.engine.interface import Memory
 from services.worker.metrics import WorkerMetrics
 from shared.admin import Heartbeat
@@ -29,9 +30,10 @@ class Series(NamedTuple):
 def worker() -> CollectorRegistry:
     registry = new_registry("worker")
     metrics = WorkerMetrics(registry).group("group-0", 1)
-    metrics.watch(lambda: True, lambda: 0, lambda: [os.getpid()])
+    metrics.watch(lambda: True, lambda: 0, lambda: {0: os.getpid()})
     metrics.phase("loading weights", 0.5)
     metrics.memory(0, Memory(1, 1))
+    metrics.sums(Sums((SumTime("nccl", 2, 4096, 1e-5),)))
     return registry
 
 

@@ -7,8 +7,9 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
+from services.worker.distributed.sums import Sums
 from services.worker.engine.interface import Facts, Memory
 from shared.errors import ProtocolError
 from shared.protocol.logprobs import LOGPROB, Logprobs, logprobs_from_bytes
@@ -30,6 +31,7 @@ class Loading:
 class Ready:
     facts: Facts
     memory: Memory
+    sums: Sums = field(default_factory=Sums)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _decoded(packet: bytes) -> Message:
     content = json.loads(body)
     if kind == b"R":
         facts = content["facts"]
-        return Ready(Facts(**{**facts, "eos_ids": tuple(facts["eos_ids"])}), Memory(**content["memory"]))
+        return Ready(Facts(**{**facts, "eos_ids": tuple(facts["eos_ids"])}), Memory(**content["memory"]), Sums.read(content["sums"]))
     by_kind: dict[bytes, type[Loading] | type[Failed] | type[Ended] | type[ResetDone]]
     by_kind = {b"L": Loading, b"F": Failed, b"E": Ended, b"A": ResetDone}
     return by_kind[kind](**content)

@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.worker.distributed.sums import Sums
 from services.worker.engine.interface import Memory
 from shared.metrics import STEP_BUCKETS
 
@@ -53,6 +54,19 @@ class WorkerMetrics:
         self.device_memory = Gauge(
             "lockstep_worker_device_memory_bytes", "Device memory of a rank, by use.", ["engine", "rank", "use"], registry=registry
         )
+        sum_labels = ["engine", "transport", "bytes"]
+        self.sum_seconds = Gauge(
+            "lockstep_worker_all_reduce_seconds", "Time of an all-reduce, as measured at the start.", sum_labels, registry=registry
+        )
+        self.sum_bandwidth = Gauge(
+            "lockstep_worker_all_reduce_bus_bytes_per_second",
+            "What every rank sent at least in an all-reduce, by its time, as measured at the start.",
+            sum_labels,
+            registry=registry,
+        )
+        self.fallbacks = Counter(
+            "lockstep_worker_peer_memory_fallbacks", "Starts whose GPUs should have shared memory and could not.", labels, registry=registry
+        )
         self.startup = _Startup()
         self.rank_memory = _RankMemory()
         registry.register(self.startup)
@@ -80,6 +94,7 @@ class GroupMetrics:
         self._gathered, self._gathered_rows = all_groups.gathered.labels(engine), 0
         self._replayed, self._replayed_iterations = all_groups.replayed.labels(engine), 0
         self._streams = all_groups.streams.labels(engine)
+        self._fallbacks = all_groups.fallbacks.labels(engine)
         self._memory = [
             {use: all_groups.device_memory.labels(engine, str(rank), use) for use in ("weights", "kv_cache")} for rank in range(ranks)
         ]
@@ -99,6 +114,14 @@ class GroupMetrics:
         """What a rank holds once it is ready."""
         self._memory[rank]["weights"].set(memory.weights)
         self._memory[rank]["kv_cache"].set(memory.kv_cache)
+
+    def sums(self, sums: Sums) -> None:
+        """What the first sums of a start have told."""
+        self._fallbacks.inc(sums.fell_back)
+        for each in sums.times:
+            labels = self._engine, each.transport, str(each.size)
+            self._all.sum_seconds.labels(*labels).set(each.seconds)
+            self._all.sum_bandwidth.labels(*labels).set(each.bus_bandwidth)
 
     def iteration(self, busy_us: int, idle_us: int, prefill: bool) -> None:
         """One is finished; `idle_us` passed before it."""

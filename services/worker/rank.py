@@ -152,7 +152,7 @@ def main() -> None:
     reporter = Reporter(spec.socket_fd)
     try:
         engine = build(spec, reporter.progress)
-        reporter.send(Ready(engine.facts, engine.memory))
+        reporter.send(Ready(engine.facts, engine.memory, engine.sums))
         reader = RingReader(spec.ring_fd, spec.bell_fd, spec.local_rank, spec.local_ranks)
         precise_sleeps()
         Loop(engine, reader, reporter, Mark(spec.board_fd, spec.rank), answers=spec.rank == 0).run()

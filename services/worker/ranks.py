@@ -186,6 +186,7 @@ def _spec(settings: WorkerSettings, rank: int, rendezvous: str, ring: int, bell:
         max_step_tokens=settings.max_step_tokens,
         cuda_graphs=settings.cuda_graphs,
         communicator=settings.communicator,
+        peer_memory=settings.peer_memory,
         start_timeout_s=settings.start_deadline_s,
         step_timeout_s=DEADLINE_FACTOR * settings.step_deadline_s,
         load_format=settings.load_format,

@@ -45,6 +45,9 @@ class WorkerSettings(Settings):
     communicator: CommunicatorKind = Field(
         "auto", description="How ranks add up: torch (gloo, on GPUs NCCL), pynccl or gloo; auto: torch, or gloo where ranks share a GPU."
     )
+    peer_memory: bool = Field(
+        True, description="GPUs of one host add up small messages through each other's memory, faster than NCCL does."
+    )
     sampling_gather: Literal["full", "candidates"] = Field(
         "full", description="What ranks exchange to sample: all logits, or each its best candidates; the same tokens."
     )
@@ -73,6 +76,9 @@ class WorkerSettings(Settings):
     simulated_faults: list[Fault] = Field([], description="Faults of simulated groups, as JSON: see docs/simulation.md.")
     drain_s: float = Field(30.0, ge=0, description="How long running requests may take to move or end after a signal to stop.")
     profile_folder: Path | None = Field(None, description="SIGUSR2 to a rank writes a trace of its next decode steps here.")
+    preflight_deadline_s: float = Field(
+        60.0, gt=0, description="The ranks' first sums, before weights are loaded, that take longer end the worker."
+    )
     start_deadline_s: float = Field(1800.0, gt=0, description="Ranks that are not ready after this long end the worker.")
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ import numpy as np
 
 from services.worker.distributed.board import stalled
 from services.worker.distributed.rendezvous import rank_name, ranks_of
+from services.worker.distributed.sums import TESTING, hints
 from services.worker.engine.interface import LAUNCH_AHEAD, Facts
 from services.worker.messages import Done, Ended, Failed, Loading, Message, Ready, ResetDone, Scored
 from services.worker.metrics import GroupMetrics
@@ -64,6 +65,7 @@ class _Queued:
 class Supervisor:
     def __init__(self, settings: WorkerSettings, metrics: GroupMetrics) -> None:
         self.settings, self.metrics = settings, metrics
+        self.phase = ""
         self._enter("starting ranks", 0.0)
         self._startup = Startup()
         self.facts: Facts | None = None
@@ -118,6 +120,8 @@ class Supervisor:
 
     def overdue(self, grace_s: float = 0.0) -> str | None:
         """What the ranks should have finished `grace_s` ago, if anything; callable from any thread."""
+        if self.phase.startswith(TESTING):
+            return self._preflight_overdue(grace_s)
         head = next(iter(self._launched.copy()), None)
         if head is None and not self._resets:
             return None
@@ -126,6 +130,12 @@ class Supervisor:
             return None
         what = f"plan {head.plan.plan_id}" if head else "a reset"
         return f"the ranks did not finish {what} within {limit_s:g} s" + self._stalled()
+
+    def _preflight_overdue(self, grace_s: float) -> str | None:
+        limit_s = self.settings.preflight_deadline_s
+        if time.monotonic() - self._phase_since_s <= limit_s + grace_s:
+            return None
+        return f"{self.phase} did not end within preflight_deadline_s={limit_s:g}{self._stalled()}: {hints(self.phase)}"
 
     def _stalled(self) -> str:
         """Who is behind, where ranks are processes."""
@@ -136,6 +146,8 @@ class Supervisor:
         return rank_name(rank, self.settings.nodes, self.settings.tensor_parallel_size)
 
     def _enter(self, phase: str, progress: float) -> None:
+        if phase != self.phase:
+            self._phase_since_s = time.monotonic()
         self.phase, self.progress = phase, progress
         self.metrics.phase(phase, progress)
 
@@ -217,8 +229,10 @@ class Supervisor:
                     asyncio.get_running_loop().call_later(CULPRIT_S, self.fail, error)
                 else:
                     self.fail(error)
-            case Ready(facts, memory):
+            case Ready(facts, memory, sums):
                 self.metrics.memory(rank, memory)
+                if rank == 0:  # all measure the same
+                    self.metrics.sums(sums)
                 self._facts[rank] = facts
                 self._become_ready()
 
@@ -273,12 +287,11 @@ class Supervisor:
             )
 
     async def _watch(self) -> None:
-        """Ends the group when the oldest iteration is overdue, after its ranks have printed where they are."""
+        """Ends the group when its first sums or the oldest iteration are overdue, after its ranks have printed where they are."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if not self._launched and not self._resets:
                 self._head_since_s = time.monotonic()
-                continue
             reason = self.overdue()
             if reason is not None:
                 for part in self._parts:

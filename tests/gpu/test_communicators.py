@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from services.worker.distributed.communicator import Communicator
+from services.worker.distributed.collectives import Collectives
 from services.worker.distributed.pynccl import NcclCommunicator
 from services.worker.distributed.torch_group import ControlGroup, HostCommunicator, TorchCommunicator
 
-KINDS: dict[str, Callable[[ControlGroup, torch.device], Communicator]] = {
+KINDS: dict[str, Callable[[ControlGroup, torch.device], Collectives]] = {
     "pynccl": NcclCommunicator,
     "torch": lambda control, device: TorchCommunicator(control, device, 60.0),
 }

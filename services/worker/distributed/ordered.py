@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from kernels.rms_norm import add_rms_norm
 from services.worker.distributed.communicator import Communicator
 
 
@@ -9,7 +10,7 @@ class OrderedCommunicator:
     """Another one, but for `all_reduce`: libraries add up in an order that depends on an element's place in the buffer."""
 
     def __init__(self, inner: Communicator) -> None:
-        self.rank, self.size, self._inner = inner.rank, inner.size, inner
+        self.rank, self.size, self.transport, self.sums, self._inner = inner.rank, inner.size, inner.transport, inner.sums, inner
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x `[T, D]`; as the protocol says."""
@@ -17,6 +18,9 @@ class OrderedCommunicator:
         for part in others:
             total = total + part
         return x.copy_(total)
+
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._inner.all_gather(x)

@@ -12,6 +12,8 @@ from services.worker.distributed.torch_group import ControlGroup, in_columns
 class NcclCommunicator:
     """Every call is queued on torch's current stream. Tensors are contiguous and on this rank's device."""
 
+    transport = "nccl"
+
     def __init__(self, control: ControlGroup, device: torch.device) -> None:
         """Raises ConfigError when there is no usable NCCL."""
         self.rank, self.size, self._control = control.rank, control.size, control

@@ -40,12 +40,19 @@ class ControlGroup:
         dist.broadcast(content, 0)
         return bytes(content.tolist())
 
+    def from_all(self, data: bytes) -> list[bytes]:
+        """What every rank gives, by rank; all give equally many bytes."""
+        ours = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(ours) for _ in range(self.size)]
+        dist.all_gather(parts, ours)
+        return [bytes(part.tolist()) for part in parts]
+
 
 class TorchCommunicator:
     def __init__(self, control: ControlGroup, device: torch.device, timeout_s: float) -> None:
         """timeout_s: of one collective; the supervisor of a stalled group has ended it long before."""
-        self.rank, self.size, self._control = control.rank, control.size, control
-        self._group = dist.new_group(backend=BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
+        self.rank, self.size, self.transport, self._control = control.rank, control.size, BACKENDS[device.type], control
+        self._group = dist.new_group(backend=self.transport, timeout=timedelta(seconds=timeout_s))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self._group)
@@ -71,6 +78,7 @@ class HostCommunicator:
         """timeout_s: as of TorchCommunicator."""
         self.rank, self.size = control.rank, control.size
         self._host = TorchCommunicator(control, torch.device("cpu"), timeout_s)
+        self.transport = self._host.transport
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Added up in float32, as NCCL adds up what is shorter."""

@@ -54,8 +54,9 @@ class TorchEngine:
         self.mark = mark = Mark(spec.board_fd, spec.rank)
         kind = communicator_of(spec, device)
         if group is None:
-            progress("meeting the other ranks", 0.0)
-            group = communicator(spec.rank, spec.ranks, spec.rendezvous, device, kind, spec.start_timeout_s, spec.step_timeout_s, mark)
+            timeouts = spec.start_timeout_s, spec.step_timeout_s
+            group = communicator(spec.rank, spec.ranks, spec.rendezvous, device, kind, *timeouts, mark, progress, spec.peer_memory)
+        self.sums = group.sums
 
         folder = ModelFolder(spec.model, spec.load_format)
         cls, config, remarks = describe(folder.config, folder.tensors.keys())
@@ -212,7 +213,7 @@ class TorchEngine:
         free, total = torch.cuda.mem_get_info()
         # Twice the step: once for steps that are launched, once for those that are captured, whose memory is their own.
         budget = int(total * spec.memory_fraction) - (total - free) - 2 * step_bytes - GRAPH_MEMORY_BYTES
-        return max(budget, 0) // min(spec.ranks, spec.ranks_per_gpu)
+        return max(budget, 0) // min(spec.local_ranks, spec.ranks_per_gpu)
 
 
 class TorchStep:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from services.worker.distributed.rendezvous import CommunicatorKind
+from services.worker.distributed.sums import Sums
 from services.worker.weights.folder import LoadFormat
 from shared.protocol.logprobs import NO_LOGPROBS, Logprobs
 from shared.protocol.plan import Int32s, Plan
@@ -46,6 +47,7 @@ class RankSpec:
     max_step_tokens: int = 2048
     cuda_graphs: bool = True
     communicator: CommunicatorKind = "auto"
+    peer_memory: bool = True
     start_timeout_s: float = 1800.0  # of the ranks' meeting
     step_timeout_s: float = 600.0  # of a collective
     load_format: LoadFormat = "auto"
@@ -128,6 +130,7 @@ LAUNCH_AHEAD = 2  # iterations; more would delay jumps and cancels
 class Engine(Protocol):
     facts: Facts
     memory: Memory
+    sums: Sums
 
     def reset(self) -> None:
         """Forgets every slot."""

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from services.worker.distributed.sums import Sums
 from services.worker.engine.interface import Facts, Landed, Memory, Progress, RankSpec
 from services.worker.engine.invented import invented, invented_scores
 from services.worker.weights.folder import ModelFolder
@@ -79,7 +80,7 @@ class ScriptedEngine:
         max_length = spec.max_model_len or int(folder.config["max_position_embeddings"])
         pages = spec.num_pages or spec.slots * -(-max_length // spec.page_size) + 1
         self.facts = Facts(pages, max_length, int(folder.config["vocab_size"]), folder.eos_ids)
-        self.memory = Memory(weights=0, kv_cache=0)
+        self.memory, self.sums = Memory(weights=0, kv_cache=0), Sums()
         self.length, self.begun, self.max_length, self.seed, self.done, self.ignore_eos = np.zeros((6, spec.slots), dtype=np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * spec.slots
         self.sampling = np.zeros(spec.slots, dtype=ADMISSION)

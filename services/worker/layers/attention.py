@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache, rotation: Rotation) -> Tensor:
-        """x `[T, D]` -> `[T, D]`; writes the tokens' keys and values to the cache."""
+        """x `[T, D]` -> `[T, D]`, this rank's part of the sum; writes the tokens' keys and values to the cache."""
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self.counts, dim=1)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         places = rotation.positions, rotation.table, batch.locations, cache.k, cache.v

@@ -1,6 +1,7 @@
 """Linear layers of one rank. T tokens, D hidden size, I intermediate size, Q and K query and KV heads, H head size.
 
-Column-parallel layers split their outputs over the ranks, row-parallel ones their inputs: one all-reduce a pair.
+Column-parallel layers split their outputs over the ranks, row-parallel ones their inputs: one sum over the ranks a pair, which the norm
+behind it makes.
 """
 
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def gate_up_linear(hidden_size: int, intermediate_size: int, bias: bool, backend
 
 
 class RowLinear(nn.Module):
-    """Input split over the ranks; the all-reduce gives every rank the whole sum. Rank 0 adds the bias, once for all."""
+    """Input split over the ranks, whose outputs add up to the layer's. Rank 0 adds the bias, once for all."""
 
     def __init__(self, name: str, in_features: int, own: slice, out_features: int, bias: bool, backends: Backends) -> None:
         super().__init__()
@@ -90,9 +91,8 @@ class RowLinear(nn.Module):
         self.bias = _parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[T, this rank's inputs]` -> `[T, D]`, the same on every rank."""
-        group = self.backends.group
-        return group.all_reduce(self.backends.linear(x, self.weight, self.bias if group.rank == 0 else None))
+        """x `[T, this rank's inputs]` -> `[T, D]`, this rank's part of the sum."""
+        return self.backends.linear(x, self.weight, self.bias if self.backends.group.rank == 0 else None)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield Shard(f"{prefix}{self.name}.weight", (len(self.weight), self.in_features), (ALL, self.own), self.weight)

@@ -18,7 +18,7 @@ class MLP(nn.Module):
         self.down = RowLinear("down_proj", intermediate_size, own, hidden_size, bias, backends)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[T, D]` -> `[T, D]`, the same on every rank."""
+        """x `[T, D]` -> `[T, D]`, this rank's part of the sum."""
         output: Tensor = self.down(self.backends.gated_linear(x, self.gate_up.weight, self.gate_up.bias))
         return output
 

@@ -1,6 +1,6 @@
 """The mixture-of-experts layer. T tokens, D hidden size, E experts, N of them a token, I this rank's part of their size.
 
-Every rank holds its part of every expert, as of a dense MLP, so that one all-reduce completes the layer.
+Every rank holds its part of every expert, as of a dense MLP, so that one sum over the ranks completes the layer.
 """
 
 from collections.abc import Iterator, Set
@@ -26,9 +26,9 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(experts.count, hidden_size, size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[T, D]` -> `[T, D]`, the same on every rank."""
+        """x `[T, D]` -> `[T, D]`, this rank's part of the sum."""
         weights, ids = route(self.router(x), self.experts.per_token, self.experts.renormalise)
-        return self.backends.group.all_reduce(self.backends.experts(x, self.gate_up, self.down, weights, ids))
+        return self.backends.experts(x, self.gate_up, self.down, weights, ids)
 
     def shards(self, prefix: str, names: Set[str]) -> Iterator[Shard]:
         """From a tensor an expert and projection or, as transformers 5 has them in memory, from two tensors of all experts.

@@ -1,11 +1,12 @@
-"""RMSNorm, alone or after the residual addition. T tokens, D hidden size."""
+"""RMSNorm, alone or after the sum over the ranks and the residual addition. T tokens, D hidden size."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import rms_norm
+from services.worker.distributed.communicator import Communicator
 from services.worker.layers.linear import ALL
 from services.worker.weights.shards import Shard
 
@@ -20,9 +21,9 @@ class RMSNorm(nn.Module):
         """x `[T, D]` -> its norm, `[T, D]`."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x, in place; returns the norm of the sum."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Tensor, residual: Tensor, group: Communicator) -> Tensor:
+        """residual += the sum of all ranks' x `[T, D]`, in place; returns the norm of that, the same on every rank."""
+        return group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
 
     def shards(self, name: str) -> Iterator[Shard]:
         yield Shard(name, tuple(self.weight.shape), (ALL,), self.weight)

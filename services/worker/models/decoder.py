@@ -23,6 +23,7 @@ from services.worker.weights.shards import Shard
 class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backends: Backends) -> None:
         super().__init__()
+        self.group = backends.group
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, config.windows[layer], backends)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -34,9 +35,10 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, residual: Tensor, batch: Batch, cache: LayerCache, rotation: Rotation) -> Tensor:
-        """x `[T, D]` the layer before's output, not yet added to residual `[T, D]`, which is updated in place -> this layer's."""
-        x = self.attention(self.input_norm.add(x, residual), batch, cache, rotation)
-        output: Tensor = self.mlp(self.post_norm.add(x, residual))
+        """x `[T, D]` what the layer before gave, a part of a sum over the ranks, not yet added to residual `[T, D]`, which is updated
+        in place -> what this layer gives."""
+        x = self.attention(self.input_norm.add(x, residual, self.group), batch, cache, rotation)
+        output: Tensor = self.mlp(self.post_norm.add(x, residual, self.group))
         return output
 
     def shards(self, prefix: str, names: Set[str]) -> Iterator[Shard]:
@@ -53,6 +55,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, backends: Backends, max_length: int) -> None:
         super().__init__()
+        self.group = backends.group
         self.tied = config.tied_embeddings
         self.embedding = VocabularyTable(config.vocab_size, config.hidden_size, backends)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, backends) for layer in range(config.layers))
@@ -68,7 +71,7 @@ class Decoder(nn.Module):
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, residual, batch, cache, rotation)
         last = batch.last_tokens
-        return self.norm.add(x, residual) if last is None else self.norm.add(x[last], residual[last])
+        return self.norm.add(x, residual, self.group) if last is None else self.norm.add(x[last], residual[last], self.group)
 
     @staticmethod
     def plain(name: str) -> str:

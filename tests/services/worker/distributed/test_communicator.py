@@ -13,6 +13,7 @@ import torch
 
 from services.worker.distributed.board import Board, Mark, stalled
 from services.worker.distributed.communicator import CollectiveFailed, SingleCommunicator, communicator
+from services.worker.distributed.preflight import CPU_SIZES
 from services.worker.distributed.rendezvous import Rendezvous
 from shared.errors import PeerLost
 
@@ -33,6 +34,7 @@ def serve(rank: int, url: str, link: Connection) -> None:
         "broadcast": [group.broadcast(torch.tensor([rank, 7]), source) for source in range(RANKS)],
         "minimum": group.minimum(100 - rank),
         "empty": group.all_gather(torch.empty(0, 3)),
+        "sums": group.sums,
     }
     link.send_bytes(pickle.dumps(results))  # by value: `send` would share memory with a rank that dies
     if rank == RANKS - 1:
@@ -76,6 +78,8 @@ def test_collectives_over_tcp_and_the_end_of_a_rank(links: list[Connection]) -> 
             assert torch.equal(gathered, expected.to(dtype))
         assert results["strided"].tolist() == [[10 * s + c for s in range(RANKS) for c in (r, r + 2, r + 4)] for r in range(2)]
         assert [each.tolist() for each in results["broadcast"]] == [[source, 7] for source in range(RANKS)]
+        assert [(each.transport, each.ranks, each.size) for each in results["sums"].times] == [("gloo", RANKS, size) for size in CPU_SIZES]
+        assert all(0 < each.seconds < DEADLINE_S for each in results["sums"].times)
         assert (results["minimum"], results["empty"].shape) == (100 - (RANKS - 1), (0, 3 * RANKS)), rank
     for link in links[:-1]:
         assert link.poll(DEADLINE_S)

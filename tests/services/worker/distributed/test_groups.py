@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from benchmarks.driver import Driver, admission, int32s, spec
+from services.worker.distributed.preflight import CPU_SIZES
 from services.worker.engine.engine import TorchEngine
 from shared.protocol.plan import Plan, ids_from_bytes
 from shared.rpc import StreamEnded
@@ -138,7 +139,11 @@ async def test_rows_that_no_candidates_can_stand_for_are_counted(groups: tuple[R
             stream.send(prefill(plan_id, **sampling))
             await stream.result()
     async with httpx.AsyncClient(base_url=four.workers[0].admin_url, trust_env=False) as client:
-        assert 'lockstep_worker_rows_gathered_total{engine="group-0"} 1.0' in (await client.get("/metrics")).text
+        metrics = (await client.get("/metrics")).text
+    assert 'lockstep_worker_rows_gathered_total{engine="group-0"} 1.0' in metrics
+    for size in CPU_SIZES:
+        assert f'lockstep_worker_all_reduce_seconds{{bytes="{size}",engine="group-0",transport="gloo"}}' in metrics
+    assert four.workers[0].log.count("sums over 4 ranks by gloo are right") == 1
     assert sum(worker.log.count("such rows gather all logits") for worker in four.workers) == 4  # once a rank
 
 
