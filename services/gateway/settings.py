@@ -43,9 +43,7 @@ class GatewaySettings(Settings):
     idle_timeout_s: float = Field(120.0, gt=0, description="An answer that does not go on for this long is ended with an error.")
     timeout_s: float = Field(600.0, gt=0, description="A request that takes longer is ended with an error.")
     drain_s: float = Field(30.0, ge=0, description="How long running answers may go on after a signal to stop.")
-    api_keys: Path | None = Field(
-        None, description="JSON file of API keys, made by 'lockstep key'; without one everybody may ask."
-    )
+    api_keys: Path | None = Field(None, description="JSON file of API keys, made by 'lockstep key'; without one everybody may ask.")
     cors_origins: list[str] = Field([], max_length=32, description="A web origin whose pages may ask, like https://a.example; repeat it.")
     page: bool = Field(True, description="Serve the playground and status page at /.")
     slo_ttft_s: TtftSlo = None
