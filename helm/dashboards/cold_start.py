@@ -13,9 +13,9 @@ def cold_start() -> Dashboard:
             stat("Starting", "Worker groups that cannot yet.", "short", f"count({ready}) - sum({ready})", 6),
             stat(
                 "Longest start",
-                "Seconds in all phases together, of the slowest group.",
+                "Seconds in all phases together, of the slowest pod.",
                 "s",
-                f"max(sum by (engine) (lockstep_worker_startup_seconds{{{DEVICE}}}))",
+                f"max(sum by (engine, instance) (lockstep_worker_startup_seconds{{{DEVICE}}}))",
                 6,
             ),
             stat(

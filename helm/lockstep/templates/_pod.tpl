@@ -1,6 +1,6 @@
 {{- /* What all pods share.
 "lockstep.pod" takes (dict "root" $ "component" "gateway" "settings" .Values.gateway "env" (dict) "mounts" list "volumes" list "initContainers" list
-"resources" dict "token" bool "unprobed" bool). `env` holds the program's settings as the chart computes them; those of the user win. */ -}}
+"resources" dict "token" bool). `env` holds the program's settings as the chart computes them; those of the user win. */ -}}
 
 {{- define "lockstep.grace" -}}
 {{- $least := add .settings.preStopSeconds .settings.drainSeconds 15 -}}
@@ -143,11 +143,9 @@ containers:
     securityContext:
       {{- toYaml . | nindent 6 }}
     {{- end }}
-    {{- if not .unprobed }}
     {{- include "lockstep.probe" (dict "name" "startup" "path" (ternary "/readyz" "/livez" (eq .component "worker")) "probe" .settings.startupProbe) | nindent 4 }}
     {{- include "lockstep.probe" (dict "name" "liveness" "path" "/livez" "probe" .settings.livenessProbe) | nindent 4 }}
     {{- include "lockstep.probe" (dict "name" "readiness" "path" "/readyz" "probe" .settings.readinessProbe) | nindent 4 }}
-    {{- end }}
     {{- if .settings.preStopSeconds }}
     lifecycle:
       preStop:

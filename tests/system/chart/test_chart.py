@@ -173,7 +173,7 @@ def test_kinds_that_the_cluster_does_not_know_are_left_out(helm: Helm) -> None:
         ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 11}}}, "gateway.autoscaling.minReplicas"),
         ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker"),
         ({"tests": {"moveEnabled": True}}, "tests.moveEnabled"),
-        ({"parallelism": {"tp": 2, "nodes": 2}, "worker": {"mode": "cpu"}}, "parallelism.nodes: 2"),
+        ({"parallelism": {"tp": 2, "nodes": 2}, "worker": {"mode": "simulated"}}, "parallelism.nodes: 2"),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_a_sentence(helm: Helm, values: Object, sentence: str) -> None:
@@ -245,9 +245,18 @@ def test_several_nodes_are_a_leader_worker_set(helm: Helm) -> None:
     assert not [each for each in objects if each["kind"] == "StatefulSet"]
     (leader,) = spec["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
     (other,) = spec["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
-    probes = {name: probe for name, probe in leader.items() if name.endswith("Probe")}
-    assert {**other, **probes} == leader
-    assert len(probes) == 3
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= other.keys()
+    environments = [container.pop("env") for container in (leader, other)]
+    assert other == leader
+    in_both = [variable for variable in environments[0] if variable in environments[1]]
+    assert [[each["valueFrom"]["fieldRef"]["fieldPath"] for each in own if each not in in_both] for own in environments] == [
+        ["metadata.name"],
+        ["metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']"],
+    ]  # the group's name, which is its leader's
+    policy = of_kind(objects, "NetworkPolicy", "worker")["spec"]
+    to_each_other = {"podSelector": {"matchLabels": policy["podSelector"]["matchLabels"]}}
+    assert {"from": [to_each_other]} in policy["ingress"]  # on every port: those of NCCL and gloo are the kernel's choice
+    assert {"to": [to_each_other]} in policy["egress"]
     assert of_kind(objects, "Service", "worker")["spec"]["selector"][LEADER[0]] == LEADER[1]
     assert LEADER[0] not in of_kind(helm.objects({}), "Service", "worker")["spec"]["selector"]
 
