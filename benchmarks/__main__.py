@@ -228,13 +228,14 @@ def _peers(
 def _profile(
     model: Annotated[str, typer.Option(help="A shape of benchmarks/shapes or a folder with a config.json.")] = "Qwen3-0.6B",
     rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [1, 32, 256],  # noqa: B006
+    prompts: Annotated[int, typer.Option(min=0, help="New ones that come together, for a profile of their prefill; 0: none.")] = 16,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
     device: Device = "auto",
     worker: Worker = [],  # noqa: B006
     out: Out = OUT,
 ) -> None:
-    """Where a decode step goes: time and launches by kernel, and the gaps between them, by torch's profiler in the rank."""
-    for report in profile(model, rows, context, _options(device, False, Options.limit_s, worker), out):
+    """Where a step goes, with prefill and without: time and launches by kernel, and gaps between them, by torch's profiler in the rank."""
+    for report in profile(model, rows, prompts, context, _options(device, False, Options.limit_s, worker), out):
         _finish(report, out)
 
 
@@ -253,11 +254,11 @@ def _kernels(
 def _tune(
     model: Model = MODELS,
     rows: Annotated[list[int], typer.Option(min=1, max=64, help="Most rows of an entry; repeatable.")] = list(tune.ROWS),  # noqa: B006
-    seconds: Annotated[float, typer.Option(min=1, help="When to stop; what is not reached is left to the library.")] = 600.0,
+    limit_s: Annotated[float, typer.Option(min=1, help="When to stop; what is not reached stays as it is.")] = 600.0,
     out: Out = OUT,
 ) -> None:
     """The fastest configurations of the products of few rows, as the table that the kernels read."""
-    _finish(tune.tune(model, rows, seconds, out), out)
+    _finish(tune.tune(model, rows, limit_s, out), out)
 
 
 @app.command("tiles")

@@ -52,7 +52,7 @@ class Case(NamedTuple):
     torch_launches: list[Launch] | None = None
 
 
-def time_launches(launches: list[Launch], replays: int = REPLAYS) -> Time:
+def time_launches(launches: Sequence[Launch], replays: int = REPLAYS) -> Time:
     """Microseconds of one launch; the list is repeated in one graph until it holds LAUNCHES."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

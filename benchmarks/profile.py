@@ -1,11 +1,11 @@
-"""Where a decode step's time goes on the device: by kernel, and between kernels. From a trace that a rank writes while it serves."""
+"""Where a step's time goes on the device: by kernel, and between kernels. From a trace that a rank writes while it serves."""
 
 import json
-import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -16,7 +16,7 @@ from benchmarks.floors import decode_step_s
 from benchmarks.report import Report, Value, circumstances
 from benchmarks.served import Options, Served, served
 from benchmarks.workload import fresh
-from services.worker.engine.profiled import RECORDED, SKIPPED
+from services.worker.engine.profiled import DECODE, PREFILL, Kind
 
 TRACE_S = 60.0  # for a trace to be written
 SHOWN = 20  # kernels of the table; the others are one line
@@ -34,24 +34,38 @@ class Work:
     end_us: float
 
 
-def profile(model: str, rows: Sequence[int], context: int, options: Options, out: Path) -> list[Report]:
-    """One report for each number of rows; the traces stay in `out`."""
+def profile(model: str, rows: Sequence[int], prompts: int, context: int, options: Options, out: Path) -> list[Report]:
+    """One report for each number of decode rows, and one of steps that prefill so many new prompts at a time, unless it is 0; the
+    traces stay in `out`."""
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     ceilings = measure_ceilings(device)
     folder = (out / "traces").absolute()
     traced = replace(options, worker={**options.worker, "profile_folder": str(folder)})
-    reports = []
-    with served(model, traced, ceilings, circumstances()["gpu"], max(rows), 2 * context) as running:
-        prompts = fresh([context] * max(rows), running.llm.vocab_size, SEED)
-        running.timed(prompts, 2)
+    reports, most = [], max(*rows, prompts)
+    with served(model, traced, ceilings, circumstances()["gpu"], most, 2 * context) as running:
+        if prompts:
+            trace, seeds = _ask(folder, PREFILL, 0), count(SEED + 1)
+            deadline = time.monotonic() + TRACE_S
+            while not trace.exists() and time.monotonic() < deadline:
+                running.timed(fresh([context] * prompts, running.llm.vocab_size, next(seeds)), 1)
+            reports.append(_report(running, PREFILL, f"{prompts} prompts", context, ceilings, None, _work(_eventually(trace))))
+        cached = fresh([context] * max(rows), running.llm.vocab_size, SEED)
+        running.timed(cached, 2)
         for number, asked in enumerate(rows):
-            trace = folder / f"rank-0-{number}.json"
-            trace.unlink(missing_ok=True)  # of an earlier run
-            for rank in _ranks():
-                rank.send_signal(signal.SIGUSR2)
-            running.timed(prompts[:asked], 2 * (SKIPPED + RECORDED))
-            reports.append(_report(running, asked, context, ceilings, _work(_eventually(trace))))
+            trace = _ask(folder, DECODE, number)
+            running.timed(cached[:asked], 2 * (DECODE.skipped + DECODE.recorded))
+            floor_s = decode_step_s(running.shape, asked, context + DECODE.skipped + DECODE.recorded / 2, ceilings)
+            reports.append(_report(running, DECODE, f"{asked} rows", context, ceilings, floor_s, _work(_eventually(trace))))
     return reports
+
+
+def _ask(folder: Path, kind: Kind, number: int) -> Path:
+    """Has the ranks record the next steps of a kind, for the `number`-th time; the trace that rank 0 will write."""
+    trace = folder / f"rank-0-{kind.name}-{number}.json"
+    trace.unlink(missing_ok=True)  # of an earlier run
+    for rank in _ranks():
+        rank.send_signal(kind.signal)
+    return trace
 
 
 def _ranks() -> list[psutil.Process]:
@@ -91,28 +105,35 @@ def _busy_us(work: Sequence[Work]) -> float:
     return busy
 
 
-def _report(running: Served, rows: int, context: int, ceilings: Ceilings, work: Sequence[Work]) -> Report:
+def _report(
+    running: Served, kind: Kind, what: str, context: int, ceilings: Ceilings, floor_s: float | None, work: Sequence[Work]
+) -> Report:
+    steps = kind.recorded
     launches, times = Counter(each.name for each in work), defaultdict[str, float](float)
     for each in work:
         times[each.name] += each.end_us - each.start_us
-    step_us = (max(each.end_us for each in work) - work[0].start_us) / RECORDED
-    busy_us, total_us = _busy_us(work) / RECORDED, sum(times.values()) / RECORDED
+    step_us = (max(each.end_us for each in work) - work[0].start_us) / steps
+    busy_us, total_us = _busy_us(work) / steps, sum(times.values()) / steps
     ordered = sorted(times, key=lambda name: -times[name])
-    lines: list[Sequence[Value]] = [_line(name[:NAME_LENGTH], [name], launches, times, total_us) for name in ordered[:SHOWN]]
+
+    def line(label: str, names: Sequence[str]) -> Sequence[Value]:
+        us = sum(times[name] for name in names) / steps
+        return label, sum(launches[name] for name in names) / steps, us, f"{us / total_us:.1%}"
+
+    lines = [line(name[:NAME_LENGTH], [name]) for name in ordered[:SHOWN]]
     if ordered[SHOWN:]:
-        lines.append(_line(f"{len(ordered) - SHOWN} others", ordered[SHOWN:], launches, times, total_us))
+        lines.append(line(f"{len(ordered) - SHOWN} others", ordered[SHOWN:]))
     layers = running.shape.layers
-    in_layers = sum(count // RECORDED // layers for count in launches.values())
-    gaps = 1 - busy_us / step_us
-    floor_us = 1e6 * decode_step_s(running.shape, rows, context + SKIPPED + RECORDED / 2, ceilings)
+    in_layers = sum(number // steps // layers for number in launches.values())
+    gaps, floor_us = 1 - busy_us / step_us, None if floor_s is None else 1e6 * floor_s
     return Report(
-        name=f"profile-{rows}",
+        name=f"profile-{what.split()[0] if kind == DECODE else kind.name}",
         columns=("kernel", "launches a step", "us a step", "of all"),
-        rows=[*lines, ("all", len(work) / RECORDED, total_us, None)],
+        rows=[*lines, ("all", len(work) / steps, total_us, None)],
         notes=(
-            f"{running.name}, {rows} rows, prompts of {context} tokens, {RECORDED} steps under torch's profiler, which slows them",
+            f"{running.name}, {kind.name}, {what} of {context} tokens, {steps} steps under torch's profiler, which slows them",
             f"a step {step_us:.1f} us, of it {busy_us:.1f} us busy; gaps {gaps:.2%}; {in_layers} launches a layer",
-            f"floor {floor_us:.1f} us; ceilings, of this run: {ceilings}",
+            f"{'' if floor_us is None else f'floor {floor_us:.1f} us; '}ceilings, of this run: {ceilings}",
         ),
         raw={
             "step_us": step_us,
@@ -122,8 +143,3 @@ def _report(running: Served, rows: int, context: int, ceilings: Ceilings, work: 
             "floor_us": floor_us,
         },
     )
-
-
-def _line(label: str, names: Sequence[str], launches: Counter[str], times: dict[str, float], total_us: float) -> Sequence[Value]:
-    us = sum(times[name] for name in names) / RECORDED
-    return label, sum(launches[name] for name in names) / RECORDED, us, f"{us / total_us:.1%}"

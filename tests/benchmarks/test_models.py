@@ -16,7 +16,7 @@ from benchmarks.profile import profile
 from benchmarks.report import Report, Value
 from benchmarks.served import Options, Served, WrongOutput
 from services.local import LLM
-from services.worker.engine.profiled import RECORDED
+from services.worker.engine.profiled import DECODE
 from services.worker.engine.roofline import Shape
 from tests import tiny
 
@@ -100,13 +100,15 @@ def test_what_cannot_start_is_told_beside_the_tables(folder: Path) -> None:
 
 
 def test_a_profile_tells_the_kernels_of_a_step(folder: Path, tmp_path: Path) -> None:
-    first, second = profile(str(folder), [1, 2], 20, OPTIONS, tmp_path)
-    assert [first.name, second.name] == ["profile-1", "profile-2"]
+    prefill, first, second = profile(str(folder), [1, 2], 2, 20, OPTIONS, tmp_path)
+    assert [prefill.name, first.name, second.name] == ["profile-prefill", "profile-1", "profile-2"]
+    assert next(row for row in prefill.rows if row[0] == "aten::linear")[1] == 4 * tiny.CONFIG["num_hidden_layers"] + 1
+    assert prefill.raw["floor_us"] is None
     launches: dict[Value, Sequence[Value]] = {row[0]: row for row in second.rows}
     assert launches["aten::linear"][1] == 4 * tiny.CONFIG["num_hidden_layers"] + 1
     assert second.raw.keys() == {"step_us", "busy_us", "gap_share", "launches_a_layer", "floor_us"}
-    trace = json.loads((tmp_path / "traces/rank-0-1.json").read_text())
-    assert sum(event["name"] == "aten::linear" for event in trace["traceEvents"]) >= RECORDED * 9
+    trace = json.loads((tmp_path / "traces/rank-0-decode-1.json").read_text())
+    assert sum(event["name"] == "aten::linear" for event in trace["traceEvents"]) >= DECODE.recorded * 9
 
 
 def test_a_mistake_on_the_command_line_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
