@@ -1,4 +1,4 @@
-"""Checkpoints for the tests that need a GPU; without one they are skipped."""
+"""Checkpoints for the tests that need a GPU; without one they are skipped. Those that need several are left out where there are fewer."""
 
 import json
 from collections.abc import Callable
@@ -10,11 +10,21 @@ import torch
 from tests.services.worker.models.checkpoints import MAKERS, make
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        return
+    elsewhere = {item for item in items for mark in item.iter_markers("gpus") if mark.args[0] > torch.cuda.device_count()}
+    config.hook.pytest_deselected(items=list(elsewhere))
+    items[:] = [item for item in items if item not in elsewhere]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    left_out = {item.nodeid for item in terminalreporter.stats.get("deselected", []) if item.get_closest_marker("gpus")}
+    if left_out:
+        terminalreporter.write_line(f"{len(left_out)} tests of several GPUs are left out: here are {torch.cuda.device_count()}")
 
 
 @pytest.fixture(scope="session")
