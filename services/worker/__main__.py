@@ -31,6 +31,7 @@ from shared.service import run
 logger = logging.getLogger("services.worker")
 
 OVERDUE_GRACE_S = 10.0  # a supervisor that has not ended an overdue group after this long is stuck itself
+FAREWELL_S = 1.0  # for those who have a stream to be told why it ends
 RESTART_S = 1.0  # that a simulated group stays away after it failed, when it is one of several
 
 
@@ -112,7 +113,7 @@ async def lead(settings: WorkerSettings, stop: asyncio.Event) -> None:
             for task in done:
                 task.result()
         finally:
-            await server.stop(0.2)
+            await server.stop(FAREWELL_S)
             for group in groups:
                 group.supervisor.stop()
             if timers is not None:

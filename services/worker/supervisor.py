@@ -100,17 +100,18 @@ class Supervisor:
             for rank in numbers:
                 self._startup.expect(rank, f"waiting for node {node}")
         self._parts = [self._local, *self.remote]
+        self._enter(*self._startup.slowest)
 
     async def ready(self) -> None:
         """Returns once every rank is. Raises LockstepError when one fails, or after `start_deadline_s`."""
         waiting = asyncio.create_task(self._ready.wait())
         done, _ = await asyncio.wait((waiting, self.failed), timeout=self.settings.start_deadline_s, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        if self.failed in done:
-            self.failed.result()
         if not done:
             reason = f"the ranks were not ready within start_deadline_s={self.settings.start_deadline_s:g}: {self.phase}"
-            raise GroupFailed(reason + self._stalled())
+            self.fail(GroupFailed(reason + self._stalled()))
+        if self.failed.done():
+            self.failed.result()
 
     def stop(self) -> None:
         """Kills and reaps every rank of this node: afterwards their devices are free."""

@@ -32,6 +32,8 @@ def test_leader_worker_set_tells_the_place(monkeypatch: pytest.MonkeyPatch) -> N
         ({}, ("--nodes", "2", "--tensor-parallel-size", "2"), "nodes=2 need a leader_address"),
         ({}, ("--nodes", "2", "--tensor-parallel-size", "3", "--leader-address", "a"), "=3 ranks do not spread evenly over nodes=2"),
         (LEADER_WORKER_SET, ("--tensor-parallel-size", "2", "--node-index", "2"), "node_index=2 is not one of nodes=2"),
+        (LEADER_WORKER_SET, ("--tensor-parallel-size", "2", "--engine", "simulated"), "nodes=2, but a simulated group has no ranks"),
+        (LEADER_WORKER_SET, ("--tensor-parallel-size", "2", "--port", "0"), "node_index=1 needs the port of its leader"),
         ({"LWS_GROUP_SIZE": "two"}, (), "nodes: Input should be a valid integer.*'two'"),
         ({"LWS_WORKER_INDEX": "-1"}, (), "node_index: .*greater than or equal to 0"),
     ],
