@@ -38,7 +38,7 @@ class ProfiledEngine:
     """Another engine, with a trace `FOLDER/rank-R-KIND-N.json` for the N-th signal of a kind."""
 
     def __init__(self, engine: Engine, folder: Path, rank: int) -> None:
-        self.facts, self.memory = engine.facts, engine.memory
+        self.facts, self.memory, self.sums = engine.facts, engine.memory, engine.sums
         self._engine, self._folder, self._rank = engine, folder, rank
         self._asked, self._written = Counter[Kind](), Counter[Kind]()
         self._steps = 0  # of the kind since the signal that is being answered
