@@ -1,7 +1,7 @@
-"""Times tile configurations of prefill attention and of the experts: `python -m benchmarks tiles`.
+"""Times tile configurations of attention and of the experts: `python -m benchmarks tiles`.
 
-Their configurations stand in the kernels, by shape of head and by tokens an expert: this prints what each candidate takes, so that
-a person can put the best there. A candidate that does not fit the GPU is left out.
+Their configurations stand in the kernels, by shape of head, shares of a row and tokens an expert: this prints what each candidate
+takes, so that a person can put the best there. A candidate that does not fit the GPU is left out.
 """
 
 import multiprocessing
@@ -15,16 +15,23 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels import KVCache, Launch, randn, time_launches
+from benchmarks.kernels import L2_BYTES, KVCache, Launch, randn, time_launches
 from benchmarks.report import Report, Value
-from kernels import moe, prefill_attention
+from kernels import decode_attention, moe, prefill_attention
+from kernels.decode_attention import decode_attention_triton
 from kernels.moe import moe_triton, route
 from kernels.prefill_attention import prefill_attention_triton
 from shared.errors import ConfigError
 
 REPLAYS = 5
+FASTEST = 4  # of a case, that are shown
 PROCESSES = 14
 PREFILLS = ((16, 8, 1, 8192), (16, 8, 16, 1024), (40, 8, 1, 8192), (40, 8, 16, 1024), (32, 8, 64, 256))  # heads, rows, length
+DECODE_LENGTH = 1088
+DECODE_CONFIGS = tuple(
+    decode_attention.Config(*each)
+    for each in ((32, 2, 3), (32, 2, 4), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3))
+)
 MOE_TOKENS = (1, 8, 32, 128, 256, 1024, 4096, 16384)
 EXPERTS, CHOICES, HIDDEN, INNER = 128, 8, 2048, 768  # Qwen3-30B-A3B
 PREFILL_CONFIGS = tuple(
@@ -92,7 +99,31 @@ def _mixtures() -> Iterator[Candidate]:
             yield Candidate("moe", f"{tokens} tokens", config, launches, operations, weight_bytes)
 
 
-KINDS: dict[str, Callable[[], Iterator[Candidate]]] = {"prefill_attention": _prefills, "moe": _mixtures}
+def _decodes() -> Iterator[Candidate]:
+    """Few rows cut into as many shares as the kernel chooses, and into more and fewer; many rows whole."""
+    for q_heads, kv_heads in ((16, 8), (40, 8)):
+        for rows, splits in ((1, (8, 16, 32)), (8, (4, 8, 16)), (32, (1, 2, 4)), (256, (1,))):
+            copies = max(1, min(32, L2_BYTES // (rows * 2000 * kv_heads * 128) + 1))
+            cache, q = KVCache(rows, kv_heads, 128, DECODE_LENGTH, DECODE_LENGTH, copies), randn(rows, q_heads, 128)
+            for tuned, shares in product(DECODE_CONFIGS, splits):
+                launches: list[Launch] = [
+                    partial(
+                        decode_attention_triton,
+                        *(q, cache.k, cache.v, cache.page_table, slots, cache.lengths, 128**-0.5),
+                        splits=shares,
+                        tuned=tuned,
+                    )
+                    for slots in cache.slots
+                ]
+                case = f"{rows} x {DECODE_LENGTH}, {q_heads} / {kv_heads}"
+                yield Candidate("decode_attention", case, f"{[*tuned]} {shares}", launches, 0.0, 4.0 * cache.total_tokens * kv_heads * 128)
+
+
+KINDS: dict[str, Callable[[], Iterator[Candidate]]] = {
+    "decode_attention": _decodes,
+    "prefill_attention": _prefills,
+    "moe": _mixtures,
+}
 
 
 def _fits(candidate: Candidate) -> bool:
@@ -125,12 +156,12 @@ def tiles(operations: Sequence[str]) -> Report:
             if _fits(candidate):
                 times.setdefault(candidate.case, []).append((time_launches(candidate.launches, REPLAYS).median_us, candidate))
         for case, found in times.items():
-            for us, candidate in sorted(found, key=lambda each: each[0])[:4]:
+            for us, candidate in sorted(found, key=lambda each: each[0])[:FASTEST]:
                 rates = candidate.operations / us / 1e6, candidate.element_bytes / us / 1e6
                 lines.append((name, case, us, *rates, candidate.config))
     return Report(
         name="tiles",
         columns=("operation", "case", "us", "TFLOP/s", "TB/s", "configuration"),
         rows=lines,
-        notes=("the fastest four of each case; query heads and KV heads of 128 after the comma",),
+        notes=(f"the fastest {FASTEST} of each case; query heads and KV heads of 128 after the comma",),
     )
