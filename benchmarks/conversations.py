@@ -22,7 +22,9 @@ from services.scheduler.model import Model
 from services.scheduler.policy import PolicyName
 from services.scheduler.prefix_cache import RadixCache
 from services.scheduler.requests import Request
-from services.scheduler.steps import StepResult
+from services.scheduler.results import Results
+from services.scheduler.slots import Rows
+from services.scheduler.steps import Outstanding, StepResult
 from services.scheduler.validation import to_request
 from services.worker.engine.roofline import GPUS, MODELS, Roofline
 from services.worker.engine.simulated import Language, SimulatedDevice
@@ -143,26 +145,23 @@ def replayed_hit_rate(events: Sequence[Opened | Closed], pages: int) -> float:
     return hits / tokens
 
 
-class _Noted(Group):
-    """Notes gaps and steps."""
+class _NotedResults(Results):
+    """Notes gaps and steps, which here are too long to come in bursts."""
 
-    def note(self, measured: Measured, from_s: float, stuttered: set[Request]) -> None:
-        self._measured, self._from_s, self._stuttered = measured, from_s, stuttered
+    def note(self, measured: Measured, from_s: float, full_step_tokens: int, stuttered: set[Request]) -> None:
+        self._measured, self._from_s, self._full_step_tokens, self._stuttered = measured, from_s, full_step_tokens, stuttered
 
-    def on_result(self, result: StepResult, now: float) -> None:
-        plan = self._outstanding[result.plan_id]
-        if now >= self._from_s and plan.decode_rows + plan.prefill_tokens == self._max_step_tokens:
+    def take(self, result: StepResult, plan: Outstanding, extremes: tuple[int, int], last_plan: int) -> None:
+        if self._occupancy.now >= self._from_s and plan.decode_rows + plan.prefill_tokens == self._full_step_tokens:
             self._measured.full_steps_us.append(result.end_us - result.start_us)
-        super().on_result(result, now)
+        super().take(result, plan, extremes, last_plan)
 
-    def _time(self, rows: Int32s, now: float) -> None:
-        if now >= self._from_s:
-            gaps_s = now - self.slots.last_token_at[rows]
+    def _time(self, rows: Rows, tokens: Int32s, step_s: float, *, begin: bool, lack: bool) -> None:
+        if self._occupancy.now >= self._from_s:
+            gaps_s = self._occupancy.now - self._slots.last_token_at[rows]
             self._measured.gaps_s.append(gaps_s[~np.isnan(gaps_s)])
-            for slot, gap_s in zip(rows.tolist(), gaps_s.tolist(), strict=True):
-                if gap_s > GAP_S:
-                    self._stuttered.add(self._request(slot))
-        super()._time(rows, now)
+            self._stuttered.update(self._slots.requests[rows[gaps_s > GAP_S]].tolist())
+        super()._time(rows, tokens, step_s, begin=begin, lack=lack)
 
 
 class _NotedCache(RadixCache):
@@ -212,8 +211,9 @@ class _Run:
             self._clock, SimulatedDevice(limits, language, Roofline(GPUS[setup.gpu], MODELS[setup.model])), setup.delay_us
         )
         engine = SchedulerMetrics("simulated", vllm_names=False, registry=CollectorRegistry()).engine("group-0")
-        group = _Noted("group-0", limits, 0, setup.max_step_tokens, True, worker.send, self._deliver, engine, policy=setup.policy)
-        group.note(self._found, self._warm_s, self._stuttered)
+        group = Group("group-0", limits, 0, setup.max_step_tokens, True, worker.send, self._deliver, engine, policy=setup.policy)
+        group.results = results = _NotedResults("group-0", group.occupancy, engine)
+        results.note(self._found, self._warm_s, setup.max_step_tokens, self._stuttered)
         cache = _NotedCache(group.memory.pool, PAGE_SIZE)
         cache.events = self._found.events
         group.memory.cache = cache

@@ -58,7 +58,8 @@ def new_registry(service: str) -> CollectorRegistry:
 
 
 class BatchHistogram(Collector):
-    """A histogram that takes many values at a time, at the price of one: for what is measured per token."""
+    """A histogram that takes many values at a time, at the price of one, and one at a fifth of what the client library takes: for what
+    is measured per token or per step."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name, self._documentation, self._labels = name, documentation, labels
@@ -94,6 +95,14 @@ class BatchHistogram(Collector):
 
         def observe_all(self, values: NDArray[np.float64]) -> None:
             """values: `[N]`, N may be 0."""
+            if not len(values):
+                return
+            first, last = bisect_left(self._bounds, values.min()), bisect_left(self._bounds, values.max())
+            if first == last:  # as the gaps of streams that advance in step
+                with self._lock:
+                    self._counts[first] += len(values)
+                    self._sum += float(values.sum())
+                return
             counts = np.bincount(np.searchsorted(self._bounds_array, values), minlength=len(self._counts)).tolist()
             total = float(values.sum())
             with self._lock:

@@ -70,6 +70,8 @@ class Admissions:
         most_tokens: of which it may have to compute; then the shortest goes first. None: the first in the queue, whatever its length.
         When it is the turn of the request that has waited longest, that one or none.
         """
+        if not self.may_come():  # and the last refusal stands
+            return None
         while self.may_come() and len(self._passed_over) <= LOOKAHEAD:
             overtaken = self._overtakings >= MAX_OVERTAKINGS
             head = self._waiting.oldest() if overtaken else self._waiting.head()
@@ -122,7 +124,7 @@ class Admissions:
     def _follows(self, request: Request, ids: Int32s, prefix: Prefix) -> bool:
         """Sets the request aside until the slot that is computing its prefix has done so."""
         writer = self._memory.cache.writer(prefix, ids)
-        theirs = self._slots.ids[writer] if writer is not None and self._slots.state[writer] == SlotState.PREFILL else None
+        theirs = self._slots.ids[writer] if writer is not None and self._slots.state[writer] == int(SlotState.PREFILL) else None
         if writer is None or theirs is None:
             return False
         length = min(len(ids), len(theirs)) - 1

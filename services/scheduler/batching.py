@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.slots import Slots
-from shared.protocol.plan import Int32s
+from services.scheduler.slots import Rows, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Chunk:
 Admit = Callable[[int | None], int | None]  # the slot of a request that starts now; with a number, if no more tokens are left of it
 
 
-def decode_rows(slots: Slots, rows: Int32s, most: int) -> Int32s:
+def decode_rows(slots: Slots, rows: Rows, most: int) -> Rows:
     """The slots of a step's decode rows; when more than `most` of `rows` could run, those that have waited longest."""
     if len(rows) <= most:
         return rows

@@ -9,7 +9,8 @@ import numpy as np
 from services.scheduler.pages import PagePool, PageState
 from services.scheduler.prefix_cache import NoCache, PrefixCache, RadixCache
 from services.scheduler.radix import Prefix
-from services.scheduler.slots import Slots
+from services.scheduler.slots import Rows, Slots
+from services.scheduler.steps import add_grants
 from shared.protocol.plan import Int32s, Limits, Plan
 
 MOST_RESERVED = 4  # a quarter of the pages
@@ -25,6 +26,7 @@ class Memory:
         self._slots = slots
         self._page_size = limits.page_size
         self._usable = limits.pages - 1
+        self._plenty = max(limits.slots, self._usable // MOST_RESERVED)
 
     @property
     def free(self) -> int:
@@ -43,7 +45,7 @@ class Memory:
     @property
     def is_plentiful(self) -> bool:
         """Whether a page for every slot and the largest reserve are free: nothing to count then."""
-        return self.free >= max(len(self._slots.state), self._usable // MOST_RESERVED)
+        return self.free >= self._plenty
 
     def reserve(self, rows: int, tokens: float) -> int:
         """Pages to keep for so many rows, each of which may write `tokens` before a page that is given back now is here."""
@@ -62,11 +64,9 @@ class Memory:
         self.promised += int(slots.promised[slot]) - len(pages)
         return pages
 
-    def affordable(self, rows: Int32s, written: Int32s) -> Int32s:
-        """Those of these slots that can have the pages, at most one each, to write `written` tokens: those that came first, first."""
-        if self.is_plentiful:
-            return rows
-        beyond = self.beyond(rows, written)
+    def affordable(self, rows: Rows, beyond: Int32s) -> Rows:
+        """Those of these slots that can have the pages, at most one each, that they need `beyond` what they were promised: those that
+        came first, first."""
         if int(beyond.sum()) <= self.free:
             return rows
         order = np.argsort(self._slots.arrived_at[rows], kind="stable")
@@ -75,12 +75,12 @@ class Memory:
         fits |= beyond == 0  # what was promised is there, whoever waits
         return rows[fits]
 
-    def beyond(self, rows: Int32s, written: Int32s) -> Int32s:
+    def beyond(self, rows: Rows, written: Int32s) -> Int32s:
         """Pages that each of these slots needs, and was not promised, to write `written` tokens."""
         have = np.maximum(self._slots.num_pages[rows], self._slots.promised[rows])
         return np.maximum(-(-written // self._page_size) - have, 0)
 
-    def grant(self, plan: Plan, rows: Int32s, written: Int32s, passed: int) -> None:
+    def grant(self, plan: Plan, rows: Rows, written: Int32s, passed: int) -> None:
         """Gives these slots the pages to write `written` tokens, by this plan. passed: the id up to which every plan has."""
         slots = self._slots
         owners, indexes = slots.missing_pages(rows, written)
@@ -90,9 +90,7 @@ class Memory:
         pages = self.pool.grant(owners)
         slots.add_pages(owners, indexes, pages)
         self.promised -= int(np.count_nonzero(indexes < slots.promised[owners]))
-        plan.grant_slots = np.concatenate((plan.grant_slots, owners))
-        plan.grant_indexes = np.concatenate((plan.grant_indexes, indexes))
-        plan.grant_pages = np.concatenate((plan.grant_pages, pages))
+        add_grants(plan, owners.astype(np.int32), indexes.astype(np.int32), pages)
 
     def end_promise(self, slot: int) -> None:
         """The slot gets no further pages."""

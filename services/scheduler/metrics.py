@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -266,16 +266,15 @@ class EngineMetrics:
         if prefill_tokens:
             self._computed.inc(prefill_tokens)
 
-    def step(self, tokens: int, seconds: float) -> None:
-        """One iteration of decode rows and prefill tokens, timed by the worker."""
-        self._step_tokens.observe(tokens)
-        self._step.observe(seconds)
+    def steps(self, number: int, tokens: int, seconds: float) -> None:
+        """So many iterations, each of so many decode rows and prefill tokens, timed by the worker."""
+        self._step_tokens.observe(tokens, number)
+        self._step.observe(seconds, number)
 
-    def tokens(self, gaps_s: NDArray[np.float64]) -> None:
-        """One iteration's tokens, each with the time since the one before it in its request; NaN where there was none."""
-        self._generation.inc(len(gaps_s))
-        # A burst's tokens are dated back by measured step times, perhaps to before the last one that was seen.
-        self._itl.observe_all(np.maximum(gaps_s[~np.isnan(gaps_s)], 0.0))
+    def tokens(self, number: int, gaps_s: NDArray[np.float64]) -> None:
+        """So many tokens of a plan; the times since the tokens before them in their requests, of those that are not the first."""
+        self._generation.inc(number)
+        self._itl.observe_all(gaps_s)
 
     def first_token(self, prompt_tokens: int, queue_s: float, prefill_s: float) -> None:
         """Of a request that was not resumed."""
@@ -318,16 +317,14 @@ class _Series:
     def __init__(self, registry: CollectorRegistry, ttft_buckets: tuple[float, ...], itl_buckets: tuple[float, ...]) -> None:
         labels = ["model_name", "engine"]
 
-        def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"lockstep_{name}", documentation, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> BatchHistogram:
+            return BatchHistogram(f"lockstep_{name}", documentation, labels, buckets, registry)
 
         def counter(name: str, documentation: str, *more: str) -> Counter:
             return Counter(f"lockstep_{name}", documentation, [*labels, *more], registry=registry)
 
         self.ttft = histogram("time_to_first_token_seconds", "From the arrival of a request to its first token.", ttft_buckets)
-        self.itl = BatchHistogram(
-            "lockstep_inter_token_latency_seconds", "Time between tokens of a request.", labels, itl_buckets, registry
-        )
+        self.itl = histogram("inter_token_latency_seconds", "Time between tokens of a request.", itl_buckets)
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Mean time between a request's tokens after the first.", TOKEN_LATENCY_BUCKETS
         )

@@ -173,10 +173,8 @@ class RadixCache:
         new = pages[first:end]
         node, known = self.tree.insert(lease.node, tokens[first * self._page_size : end * self._page_size], new, plan, lease.number)
         if known < len(new):
-            self._pool.share(slot, new[known:])
-            if plan == CONFIRMED:
-                self._pool.confirm(new[known:])
-            else:
+            self._pool.share(slot, new[known:], written=plan == CONFIRMED)
+            if plan != CONFIRMED:
                 self._pending.setdefault(plan, []).append(node)
         self.tree.lock(node, above=lease.node)
         lease.node, lease.num_pages = node, end

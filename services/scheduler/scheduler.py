@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 from services.scheduler import routing
 from services.scheduler.deadlines import Deadlines
-from services.scheduler.group import FAILED, Deliver, Group
+from services.scheduler.group import Deliver, Group
 from services.scheduler.history import History
 from services.scheduler.metrics import EngineState, RequestTimes, SchedulerMetrics
 from services.scheduler.model import Model
 from services.scheduler.overload import Overload
 from services.scheduler.requests import End, Finished, Key, Rejected, Request
+from services.scheduler.results import FAILED
 from services.scheduler.steps import StepResult
 from services.scheduler.validation import Refused, to_request
 from services.scheduler.waiting import WaitingQueue

@@ -20,7 +20,10 @@ class SlotState(IntEnum):
     RETIRED = 4  # gets no further rows; free once its last plan has passed
 
 
-_NOTHING = np.empty(0, dtype=np.int32)
+Rows = NDArray[np.intp]  # slots, as indexes: numpy takes ten times as long with any other type
+
+_NO_ENTRIES = np.empty(0, dtype=np.intp)
+_NOT_RUNNING = -(1 << 40)  # no epoch, which is an int32
 
 
 class Slots:
@@ -31,19 +34,23 @@ class Slots:
         self._page_size = limits.page_size
         self.state = np.zeros(count, dtype=np.int8)
         self.epoch = np.full(count, highest_epoch, dtype=np.int32)  # of this use of the slot; grows with each
+        self.running_epoch = np.full(count, _NOT_RUNNING, dtype=np.int64)  # the same while a request has the slot
         self.target = np.zeros(count, dtype=np.int32)  # tokens to prefill
         self.confirmed = np.zeros(count, dtype=np.int32)  # tokens of the sequence that the scheduler has
         self.planned = np.zeros(count, dtype=np.int32)  # tokens that it has at most once every plan sent has run
         self.max_length = np.zeros(count, dtype=np.int32)
+        self.decodes_below = np.zeros(count, dtype=np.int32)  # planned tokens, in state DECODE the greatest length; else 0
         self.last_plan = np.full(count, -1, dtype=np.int64)  # id of the last plan that names the slot
         self.arrived_at = np.zeros(count)  # seconds, of the request
-        self.tenant = np.zeros(count, dtype=np.int32)  # index
+        self.tenant = np.zeros(count, dtype=np.intp)  # index
         self.promised = np.zeros(count, dtype=np.int32)  # pages in all that it will have, whatever happens
         self.secure_until = np.zeros(count, dtype=np.int32)  # tokens; it is not preempted before it has confirmed them
         self.last_token_at = np.full(count, np.nan)  # seconds; NaN before the first of this use of the slot
         self.page_table = np.zeros((count, limits.pages_per_slot), dtype=np.int32)
         self.num_pages = np.zeros(count, dtype=np.int32)  # granted
-        self.requests: list[Request | None] = [None] * count
+        self.requests: NDArray[np.object_] = np.full(count, None)  # Request, or None
+        self.endings = np.zeros(limits.vocab_size, dtype=np.int32)  # how many of these requests may end with an id
+        self.plain_below = np.zeros(count, dtype=np.int32)  # tokens; with so many, or an ending, a request is looked at by itself
         self.ids: list[Int32s | None] = [None] * count  # to prefill; of a retired slot: worth keeping in the prefix cache
         self._free = list(range(count - 1, -1, -1))
 
@@ -56,14 +63,41 @@ class Slots:
         slot = self._free.pop()
         self.state[slot] = SlotState.PREFILL
         self.epoch[slot] += 1
+        self.running_epoch[slot] = self.epoch[slot]
         self.target[slot] = self.confirmed[slot] = len(ids)
         self.planned[slot] = 0
         self.max_length[slot] = request.max_length
+        self.plain_below[slot] = 0
         self.arrived_at[slot] = request.arrived_at
         self.last_token_at[slot] = np.nan
         self.requests[slot] = request
         self.ids[slot] = ids
+        self._count_endings(request, 1)
         return slot
+
+    def decode(self, slot: int) -> None:
+        """All of its prefill has been planned."""
+        self.state[slot] = SlotState.DECODE
+        self.decodes_below[slot] = self.max_length[slot]
+
+    def first_token(self, slot: int) -> None:
+        """What follows is plain, unless somebody wants to know more of it."""
+        if self.request(slot).scores is None:
+            self.plain_below[slot] = self.decodes_below[slot]  # 0 when it is leaving
+
+    def leave(self, slot: int) -> None:
+        """No further rows; what is on its way for the request is looked at by itself."""
+        self.state[slot] = SlotState.LEAVING
+        self.decodes_below[slot] = self.plain_below[slot] = 0
+
+    def retire(self, slot: int, ids: Int32s) -> None:
+        """The request has left; `ids` are worth keeping."""
+        self._count_endings(self.request(slot), -1)
+        self.state[slot] = SlotState.RETIRED
+        self.decodes_below[slot] = 0
+        self.running_epoch[slot] = _NOT_RUNNING
+        self.requests[slot] = None
+        self.ids[slot] = ids
 
     def free(self, slot: int) -> None:
         """The way back of a slot whose pages are gone."""
@@ -72,24 +106,37 @@ class Slots:
         self.ids[slot] = None
         self._free.append(slot)
 
+    def request(self, slot: int) -> Request:
+        """Of a slot that has one."""
+        request: Request | None = self.requests[slot]
+        assert request is not None
+        return request
+
+    def running(self) -> Rows:
+        """The slots that have a request, which may still get tokens."""
+        running: Rows = (self.running_epoch != _NOT_RUNNING).nonzero()[0]
+        return running
+
     def pages(self, slot: int) -> Int32s:
         """A copy of the slot's page table, as far as it is granted."""
         return self.page_table[slot, : self.num_pages[slot]].copy()
 
-    def may_decode(self) -> Int32s:
+    def may_decode(self) -> Rows:
         """The slots that may have a decode row: none that could grow past its greatest length."""
-        return np.flatnonzero((self.state == SlotState.DECODE) & (self.planned < self.max_length)).astype(np.int32)
+        return (self.planned < self.decodes_below).nonzero()[0]
 
-    def missing_pages(self, slots: Int32s, written: Int32s) -> tuple[Int32s, Int32s]:
+    def missing_pages(self, slots: Rows, written: Int32s) -> tuple[Rows, NDArray[np.intp]]:
         """The page-table entries (slots `[G]`, indexes `[G]`) that `slots` lack to write `written` tokens each."""
-        have = self.num_pages[slots]
-        counts = np.maximum(-(-written // self._page_size) - have, 0)
-        total = int(counts.sum())
-        if not total:
-            return _NOTHING, _NOTHING
-        owners = np.repeat(slots, counts)
-        first = np.cumsum(counts) - counts - have
-        return owners, (np.arange(total) - np.repeat(first, counts)).astype(np.int32)
+        lack = (self.num_pages[slots] * self._page_size < written).nonzero()[0]
+        if not len(lack):
+            return _NO_ENTRIES, _NO_ENTRIES
+        slots, written = slots[lack], written[lack]
+        have = self.num_pages[slots].astype(np.intp)
+        counts = -(-written // self._page_size) - have
+        if len(lack) == counts.sum():  # one each, as in every step of decode rows
+            return slots, have
+        first: Rows = counts.cumsum() - counts - have
+        return slots.repeat(counts), np.arange(counts.sum(), dtype=np.intp) - first.repeat(counts)
 
     def add_prefix(self, slot: int, pages: Int32s) -> None:
         """Enters pages that a slot admitted just now need not compute."""
@@ -97,13 +144,12 @@ class Slots:
         self.num_pages[slot] = len(pages)
         self.planned[slot] = len(pages) * self._page_size
 
-    def add_pages(self, slots: Int32s, indexes: Int32s, pages: Int32s) -> None:
+    def add_pages(self, slots: Rows, indexes: NDArray[np.intp], pages: Int32s) -> None:
         """Enters granted pages."""
         self.page_table[slots, indexes] = pages
-        np.add.at(self.num_pages, slots, 1)
+        self.num_pages[slots] = indexes + 1  # of several entries of a slot the last counts
 
-    def are_running(self, slots: Int32s) -> NDArray[np.bool_]:
-        """Which of them may still bring tokens."""
-        state = self.state[slots]
-        running: NDArray[np.bool_] = (state != SlotState.FREE) & (state != SlotState.RETIRED)
-        return running
+    def _count_endings(self, request: Request, by: int) -> None:
+        for token in request.ending_ids:
+            if token < len(self.endings):
+                self.endings[token] += by

@@ -1,8 +1,7 @@
 """Fairness between the tenants of a group: who has had the least goes first, who has had the most gives way first."""
 
 import numpy as np
-
-from shared.protocol.plan import Int32s
+from numpy.typing import NDArray
 
 MAX_IDLE = 10_000  # tenants without requests that are remembered
 FIRST_SIZE = 16
@@ -50,13 +49,13 @@ class Tenants:
         index = self._index.get(tenant)
         return int(self._computed[index]) if index is not None else 0
 
-    def computed_at(self, index: int) -> int:
-        """The counter of a tenant that has requests, by its index."""
-        return int(self._computed[index])
+    def computed_at(self, indexes: NDArray[np.intp]) -> NDArray[np.int64]:
+        """The counters of tenants that have requests, by their indexes."""
+        return self._computed[indexes]
 
-    def charge(self, indexes: Int32s, tokens: Int32s | int) -> None:
+    def charge(self, indexes: NDArray[np.intp], tokens: int) -> None:
         """So many tokens are computed for each of these."""
-        np.add.at(self._computed, indexes, tokens)
+        self._computed += np.bincount(indexes, minlength=len(self._computed)) * tokens
 
     def _new_index(self) -> int:
         if self._free:

@@ -29,6 +29,7 @@ header keeps a field for their number.
 import struct
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, IntFlag
+from operator import attrgetter
 from zlib import crc32
 
 import numpy as np
@@ -125,8 +126,13 @@ ADMISSION = np.dtype(
 ADMISSION_SIZE = ADMISSION.itemsize // 4
 
 
+_NO_IDS = np.empty(0, dtype=np.int32)
+_NO_ADMISSIONS = np.empty(0, dtype=ADMISSION)
+
+
 def _no_ids() -> Int32s:
-    return np.empty(0, dtype=np.int32)
+    """The same one for all: nobody writes to an array without entries."""
+    return _NO_IDS
 
 
 @dataclass(slots=True)
@@ -152,7 +158,7 @@ class Plan:
     bias_indexes: Int32s = field(default_factory=_no_ids)
     bias_ids: Int32s = field(default_factory=_no_ids)
     bias_values: Int32s = field(default_factory=_no_ids)  # the bits of float32
-    admissions: NDArray[np.void] = field(default_factory=lambda: np.empty(0, dtype=ADMISSION))
+    admissions: NDArray[np.void] = field(default_factory=lambda: _NO_ADMISSIONS)
 
     @property
     def rows(self) -> int:
@@ -188,31 +194,44 @@ SECTIONS = (
 )
 
 
+_HEADER_START = struct.Struct("<2iI")  # up to and with the checksum
+_HEADER_REST = struct.Struct("<q11i")  # plan id first
+_INT32 = np.dtype("<i4")
+_section_arrays = attrgetter(*(name for name, _ in SECTIONS))
+_FIRST_COMPANION = [[other for _, other in SECTIONS].index(count) for _, count in SECTIONS]  # of each section
+
+
 def encode(plan: Plan) -> bytes:
     """The bytes of a plan. Raises PlanError when arrays that belong together differ in length or the plan is too large."""
-    counts = {count: len(getattr(plan, name)) for name, count in SECTIONS}
-    size = HEADER_SIZE + sum(counts[count] for _, count in SECTIONS) + len(plan.admissions) * ADMISSION_SIZE
+    sections = _section_arrays(plan)
+    lengths = list(map(len, sections))
+    for (name, _), length, first in zip(SECTIONS, lengths, _FIRST_COMPANION, strict=True):
+        if length != lengths[first]:
+            raise PlanError(f"{name} has {length} entries where its companions have {lengths[first]}")
+    size = HEADER_SIZE + sum(lengths) + len(plan.admissions) * ADMISSION_SIZE
     if size * 4 > MAX_PLAN_BYTES:
         raise PlanError(f"a plan of {size * 4} bytes is larger than {MAX_PLAN_BYTES}: send fewer prefill tokens or admissions")
-    words = np.zeros(size, dtype="<i4")
-    words[Header.VERSION] = VERSION
-    words[Header.SIZE] = size
-    words[Header.PLAN_LOW : Header.PLAN_HIGH + 1] = np.array([plan.plan_id], dtype="<i8").view("<i4")
-    words[Header.FLAGS] = plan.flags
-    words[Header.ITERATIONS] = plan.iterations
-    words[Header.ESTIMATE_US] = min(plan.estimate_us, 2**31 - 1)
-    at = HEADER_SIZE
-    for name, count in SECTIONS:
-        values = getattr(plan, name)
-        if len(values) != counts[count]:
-            raise PlanError(f"{name} has {len(values)} entries where its companions have {counts[count]}")
-        words[count] = len(values)
-        words[at : at + len(values)] = values
-        at += len(values)
-    words[Header.ADMISSIONS] = len(plan.admissions)
-    words[at:] = plan.admissions.view("<i4")
-    words[Header.CHECKSUM] = _checksum(words)
-    return words.tobytes()
+    parts = [np.ascontiguousarray(values, _INT32).data for values, length in zip(sections, lengths, strict=True) if length]
+    if len(plan.admissions):
+        parts.append(plan.admissions.view(_INT32).data)
+    rest = _HEADER_REST.pack(
+        plan.plan_id,
+        plan.flags,
+        plan.iterations,
+        min(plan.estimate_us, 2**31 - 1),
+        len(plan.decode_slots),
+        len(plan.prefill_slots),
+        len(plan.prefill_ids),
+        len(plan.grant_slots),
+        len(plan.release_slots),
+        len(plan.admissions),
+        0,  # masks
+        len(plan.bias_slots),
+    )
+    checksum = crc32(rest)
+    for part in parts:
+        checksum = crc32(part, checksum)
+    return b"".join((_HEADER_START.pack(VERSION, size, checksum), rest, *parts))
 
 
 def decode(data: bytes | memoryview) -> Plan:

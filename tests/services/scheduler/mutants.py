@@ -30,10 +30,10 @@ MUTANTS = (
     ),
     Mutant(
         "a slot is used anew after its last plan",
-        "group",
-        "Group._finalise_passed",
-        "for slot in self._retired if slots.last_plan[slot] <= passed]",
-        "for slot in self._retired]",
+        "occupancy",
+        "Occupancy.finalise_passed",
+        "for slot in self.retired if slots.last_plan[slot] <= passed]",
+        "for slot in self.retired]",
     ),
     Mutant("a slot has a new epoch for each use", "slots", "Slots.admit", "self.epoch[slot] += 1", "self.epoch[slot] += 0"),
     Mutant(
@@ -62,14 +62,18 @@ MUTANTS = (
     # A running slot's pages stay its own.
     Mutant("the tree takes no duplicates", "radix", "RadixTree.insert", "pages[known:].copy()", "pages[: len(pages) - known].copy()"),
     Mutant(
-        "duplicates stay owned", "prefix_cache", "RadixCache._insert", "self._pool.share(slot, new[known:])", "self._pool.share(slot, new)"
+        "duplicates stay owned",
+        "prefix_cache",
+        "RadixCache._insert",
+        "self._pool.share(slot, new[known:], ",
+        "self._pool.share(slot, new, ",
     ),
     # Only what is written and accepted is shared.
     Mutant("the last accepted token has no keys yet", "requests", "Request.reusable", "+ accepted - 1", "+ accepted + 3"),
     Mutant(
         "only what was computed is shared",
-        "group",
-        "Group.retire",
+        "occupancy",
+        "Occupancy.retire",
         "[: min(request.reusable, int(slots.planned[slot]))]",
         "[: request.reusable]",
     ),
@@ -85,32 +89,32 @@ MUTANTS = (
     Mutant("a failed row leaves nothing", "prefix_cache", "RadixCache.fail", "if node.writer == lease.number:", "if False:"),
     Mutant(
         "users of failed pages begin again",
-        "group",
-        "Group._confirm",
-        "if self.slots.requests[user] is not None:",
-        "if user in failed and self.slots.requests[user] is not None:",
+        "results",
+        "Results._confirm",
+        "if self._slots.requests[user] is not None:",
+        "if user in failed and self._slots.requests[user] is not None:",
     ),
     Mutant("pages are pending until their plan is in", "prefix_cache", "RadixCache.confirm", "self._pool.confirm(node.pages)", "pass"),
     # One way out of a slot.
-    Mutant("a retired slot gets no chunks", "group", "Group._stop_rows", "self._prefilling.pop(slot, None)", "pass"),
-    Mutant("a slot is finalised once", "group", "Group._finalise_passed", "self._retired.remove(slot)", "pass"),
+    Mutant("a retired slot gets no chunks", "occupancy", "Occupancy._stop_rows", "self.prefilling.pop(slot, None)", "pass"),
+    Mutant("a slot is finalised once", "occupancy", "Occupancy.finalise_passed", "self.retired.remove(slot)", "pass"),
     Mutant(
         "results for a slot that is given up are taken first",
-        "group",
-        "Group._finalise_passed",
-        "for slot in self._leaving if slots.last_plan[slot] <= passed)",
-        "for slot in self._leaving)",
+        "occupancy",
+        "Occupancy.finalise_passed",
+        "if slots.last_plan[slot] <= passed and slot in self.leaving",
+        "if slot in self.leaving",
     ),
-    Mutant("promises end with their slot", "group", "Group._stop_rows", "self.memory.end_promise(slot)", "pass"),
+    Mutant("promises end with their slot", "occupancy", "Occupancy._stop_rows", "self.memory.end_promise(slot)", "pass"),
     # What is sampled depends on the request only, wherever it is computed.
-    Mutant("the seed is the request's", "steps", "admission", "sampling.seed & 0xFFFFFFFF", "slot & 0xFFFFFFFF"),
+    Mutant("the seed is the request's", "steps", "_admission", "sampling.seed & 0xFFFFFFFF", "slot & 0xFFFFFFFF"),
     # Everybody comes to an end.
-    Mutant("somebody gives way when pages run out", "group", "Group._make_room", "if victims:", "if False:"),
+    Mutant("somebody gives way when pages run out", "planner", "Planner._make_room", "if victim is None:", "if True:"),
     Mutant(
         "who waits for a prefix is told when its slot leaves",
-        "group",
-        "Group._stop_rows",
-        "self._admissions.on_left(slot)",
+        "occupancy",
+        "Occupancy._stop_rows",
+        "self.admissions.on_left(slot)",
         "pass",
     ),
     # Every stream ends, and once, whatever is sent and lost.

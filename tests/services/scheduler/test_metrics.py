@@ -112,8 +112,8 @@ def test_a_request_is_measured_from_its_arrival_to_its_end() -> None:
     metrics = Metrics()
     engine = metrics.engine("blue")
     engine.first_token(prompt_tokens=7, queue_s=0.5, prefill_s=0.25)
-    engine.tokens(np.array([np.nan]))
-    engine.tokens(np.array([0.015, np.nan]))
+    engine.tokens(1, np.empty(0))
+    engine.tokens(2, np.array([0.015]))
     engine.ended(FINISH_REASON_STOP, 7, 3, 20, RequestTimes(arrived_at=10.0, admitted_at=10.5, first_token_at=10.75, ended_at=11.75))
     expected = {
         "prompt_tokens_total": 7,
@@ -170,8 +170,8 @@ def test_groups_that_share_a_name_are_added_up() -> None:
 
 def test_a_group_that_comes_again_counts_on() -> None:
     metrics = Metrics()
-    metrics.engine("blue").tokens(np.array([0.1]))
-    metrics.engine("blue").tokens(np.array([0.1]))
+    metrics.engine("blue").tokens(1, np.array([0.1]))
+    metrics.engine("blue").tokens(1, np.array([0.1]))
     assert metrics.value("lockstep_generation_tokens_total") == 2
 
 
@@ -181,7 +181,7 @@ def test_met_05_ever_new_groups_do_not_make_ever_more_series() -> None:
         metrics.engine(f"group-{number}")
     full = len(samples(metrics.registry))
     for number in range(100):
-        metrics.engine(f"another-{number}").tokens(np.array([0.1]))
+        metrics.engine(f"another-{number}").tokens(1, np.array([0.1]))
     assert len(samples(metrics.registry)) < 1.01 * full
     assert metrics.value("lockstep_generation_tokens_total", "other") == 100
 

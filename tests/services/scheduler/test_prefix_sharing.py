@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.lru import LruReplay
-from services.scheduler.group import FAILED
 from services.scheduler.requests import Finished, Request
+from services.scheduler.results import FAILED
 from shared.protocol.generation_pb2 import FINISH_REASON_STOP
 from shared.protocol.plan import Limits
 from tests.services.scheduler.device import Device, next_token

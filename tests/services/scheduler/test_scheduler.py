@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from services.scheduler.deadlines import SLACK
-from services.scheduler.group import FAILED, Group
+from services.scheduler.group import Group
 from services.scheduler.health import FIRST_S, MAX_FAILURES, Health
 from services.scheduler.model import Model
 from services.scheduler.requests import End, Finished, Key, Rejected, Request
+from services.scheduler.results import FAILED
 from services.scheduler.scheduler import (
     CANCELLED,
     LOST,
@@ -284,7 +285,7 @@ def test_an_end_that_nobody_was_told_of_is_not_lost_with_the_group() -> None:
     group = harness.groups[0]
     (request,) = group.running()
     assert request.slot is not None
-    group.retire(request.slot, Finished(pb.FINISH_REASON_LENGTH), release=False)  # and then something broke
+    group.occupancy.retire(request.slot, Finished(pb.FINISH_REASON_LENGTH), release=False)  # and then something broke
     harness.lose(group)
     assert harness.ends == {(1, 1): Finished(pb.FINISH_REASON_LENGTH)}
 
@@ -451,7 +452,7 @@ def test_a_timer_of_a_lost_group_tells_no_end_twice() -> None:
     group = harness.groups[0]
     (request,) = group.running()
     assert request.slot is not None
-    group.retire(request.slot, Finished(pb.FINISH_REASON_LENGTH), release=False)  # and then something broke
+    group.occupancy.retire(request.slot, Finished(pb.FINISH_REASON_LENGTH), release=False)  # and then something broke
     harness.lose(group)
     harness.submit(1, max_tokens=1, attempt=2)
     group.on_time(0.0)

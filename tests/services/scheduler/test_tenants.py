@@ -18,10 +18,10 @@ def test_a_newcomer_begins_at_the_least_of_those_that_are_here() -> None:
 def test_a_debt_stays_and_rows_of_one_tenant_add_up() -> None:
     tenants = Tenants()
     debtor, other = tenants.join("debtor"), tenants.join("other")
-    tenants.charge(np.array([debtor, debtor, other], dtype=np.int32), np.array([3, 4, 5]))
+    tenants.charge(np.array([debtor, debtor, other]), 4)
     tenants.leave("debtor")
     assert tenants.join("debtor") == debtor
-    assert tenants.computed("debtor") == 7
+    assert tenants.computed("debtor") == 8
 
 
 def test_tenants_that_are_gone_are_forgotten_in_the_end() -> None:
