@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import json
 import os
+import resource
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from shared.errors import PeerLost
 
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29  # linux/prctl.h
+MAX_FILES = 1 << 20  # some systems allow a billion, and some libraries count up to what is allowed
 
 
 def die_with_parent(parent_pid: int, sign: signal.Signals = signal.SIGTERM) -> None:
@@ -23,6 +25,14 @@ def die_with_parent(parent_pid: int, sign: signal.Signals = signal.SIGTERM) -> N
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         raise PeerLost(f"the parent process {parent_pid} is gone")
+
+
+def allow_many_files() -> None:
+    """For this process and those that it starts: each connection is an open file, of which shells allow 1024 unless they are asked."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def precise_sleeps() -> None:

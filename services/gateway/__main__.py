@@ -7,10 +7,12 @@ from services.gateway.key_command import make_key
 from services.gateway.processes import serve_all
 from services.gateway.server import serve
 from services.gateway.settings import GatewaySettings
+from shared.process import allow_many_files
 from shared.service import run
 
 
 async def serve_gateway(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    allow_many_files()
     await (serve(settings, stop) if settings.processes == 1 else serve_all(settings, stop))
 
 

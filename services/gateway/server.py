@@ -54,6 +54,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event, limits: Limits |
     limits: what keys use, when other processes count too. shares_port: they listen there as well.
     """
     listener = listen(settings.host, settings.port, shares_port)
+    # A client that takes nothing, dead or not, keeps neither a connection nor what waits for it longer than a request may take.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(settings.timeout_s * 1e3))
     keys = KeyRing(settings.api_keys) if settings.api_keys is not None else None
     if keys is None:
         logger.warning("no API keys: whoever reaches %s can use it; --api-keys names a file of them", settings.host)

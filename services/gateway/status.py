@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+from services.gateway.errors import Unavailable
 from services.gateway.openai.service import Gateway
 
 FRESH_S = 0.5  # an answer serves all who ask within this time
@@ -15,15 +16,21 @@ class Status:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._asking = asyncio.Lock()
-        self._last: dict[str, Any] = {}
+        self._last: dict[str, Any] | Unavailable = {}
         self._at = -FRESH_S
 
     async def answer(self) -> dict[str, Any]:
-        """Counts are since the scheduler began; rates come from two answers. Raises Unavailable."""
+        """Counts are since the scheduler began; rates come from two answers. Raises Unavailable, which serves all who ask, too: each in
+        turn would wait for a scheduler that says nothing."""
         async with self._asking:
             if time.monotonic() - self._at >= FRESH_S:
-                self._last = await self._read()
+                try:
+                    self._last = await self._read()
+                except Unavailable as error:
+                    self._last = error
                 self._at = time.monotonic()
+        if isinstance(self._last, Unavailable):
+            raise self._last
         return self._last
 
     async def _read(self) -> dict[str, Any]:

@@ -85,8 +85,9 @@ class TextTokenizer:
         return _ids(self._tokenizer, text, add_special_tokens)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, control tokens too."""
-        return str(self._tokenizer.decode([id_ for id_ in ids if id_ < self.known_ids], skip_special_tokens=False))
+        """The text of ids, control tokens too. As a batch of one, for the reason that `_ids` has."""
+        known = [id_ for id_ in ids if id_ < self.known_ids]
+        return str(self._tokenizer.decode_batch([known], skip_special_tokens=False)[0])
 
     def encode_chat(self, rendered: str, marks: Marks) -> list[int]:
         """Ids of a rendered chat, whose template wrote all control tokens that are not between marks."""

@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 
 import httpx
+import psutil
 import pytest
 
 from services.gateway import server
 from services.gateway.connection import MAX_HEAD_BYTES
+from services.gateway.openai import sending
 from tests.processes import eventually_async
 from tests.services.gateway.conftest import EOS, Stack, assert_error
+from tests.services.gateway.scripted_scheduler import LENGTH
 
 Start = Callable[..., Awaitable[Stack]]
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
@@ -113,3 +117,26 @@ async def test_a_head_that_does_not_come_is_not_waited_for(start: Start, monkeyp
             await reader.read()
             writer.close()
     assert (await stack.complete()).status_code == 200, "an answer may take longer"
+
+
+async def test_a_client_that_takes_nothing_keeps_no_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even after its request was given up, when what has been written is still to be sent."""
+    monkeypatch.setattr(sending, "UNREAD_S", 0.1)
+    stack = await start({"max_length": 1 << 20}, timeout_s=2.0)
+    ids = stack.encode("hello " * 1500)
+    stack.plays(ids, reason=LENGTH)
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": len(ids), "logprobs": 20}).encode()  # a megabyte
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", stack.http.base_url.port))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        port = client.getsockname()[1]
+
+        def is_kept() -> bool:
+            return any(each.raddr and each.raddr.port == port for each in psutil.Process().net_connections("tcp"))
+
+        await eventually_async(lambda: bool(stack.scheduler.submits))
+        assert is_kept()
+        await eventually_async(lambda: not is_kept(), within_s=20)
+    stack.says("hello")
+    assert (await stack.complete()).status_code == 200
