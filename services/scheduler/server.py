@@ -31,6 +31,7 @@ Messages = AsyncIterator[pb.GenerationSessionRequest]
 
 NOT_READY = "no worker group has been ready yet"
 STANDBY = "a standby: another scheduler leads"
+STOPPING = "stopping: ask another scheduler, or the one that comes after"
 
 
 class GenerationService(GenerationServicer):
@@ -49,6 +50,7 @@ class GenerationService(GenerationServicer):
             history,
         )
         self._sessions: dict[int, GatewaySession] = {}
+        self._stopping = False
         self._numbers = count(1)
 
     async def Describe(self, request: pb.GenerationDescribeRequest, context: Context) -> pb.GenerationDescribeResponse:
@@ -56,8 +58,8 @@ class GenerationService(GenerationServicer):
             check_version(request.protocol_version, "the gateway")
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        if not self.leadership.leads:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, STANDBY)
+        if not self.leadership.leads or self._stopping:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING if self._stopping else STANDBY)
         model = self.scheduler.model
         if model is None or not self.scheduler.groups:
             await context.abort(grpc.StatusCode.UNAVAILABLE, NOT_READY if model is None else "no worker group is ready")
@@ -83,8 +85,8 @@ class GenerationService(GenerationServicer):
         return status_of(self._metrics)
 
     async def Session(self, request_iterator: Messages, context: Context) -> AsyncIterator[pb.GenerationSessionResponse]:
-        if not self.leadership.leads:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, STANDBY)
+        if not self.leadership.leads or self._stopping:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING if self._stopping else STANDBY)
         messages = received(request_iterator, "the gateway")
         try:
             session = await self._hello(messages)
@@ -162,7 +164,8 @@ class GenerationService(GenerationServicer):
         logger.info("gateway %s: session %d has ended", session.gateway, session.number)
 
     def end_sessions(self) -> None:
-        """Ends each after all that its requests have got; what they have not, the gateway asks of the next leader."""
+        """Ends each after all that its requests have got, and begins none: what they have not, the gateway asks of the next leader."""
+        self._stopping = True
         for session in self._sessions.values():
             session.end()
 

@@ -14,18 +14,22 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from services.scheduler import stream
 from services.scheduler.__main__ import serve
 from services.scheduler.health import MAX_FAILURES
-from services.scheduler.leadership import SteppedDown
+from services.scheduler.history import History
+from services.scheduler.leadership import Leadership, NoLease, SteppedDown
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.server import GenerationService
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.stream import MAX_PAGES
 from shared.protocol import execution_pb2, files
 from shared.protocol import generation_pb2 as pb
-from shared.protocol.generation_pb2_grpc import GenerationStub
+from shared.protocol.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from shared.protocol.submits import MAX_SUBMITS
-from shared.rpc import PROTOCOL_VERSION, StreamEnded, channel
+from shared.rpc import PROTOCOL_VERSION, SERVER_OPTIONS, StreamEnded, channel, start_server
 from tests.exposition import samples
 from tests.processes import eventually_async
 from tests.services.scheduler.device import EOS, next_token
@@ -472,6 +476,28 @@ async def test_a_stop_ends_sessions_in_good_order(tmp_path: Path) -> None:
         await service.aclose()
         await eventually_async(lambda: client.ended_well)
         assert not answer.ended  # the next scheduler goes on with it
+
+
+async def test_who_has_ended_its_sessions_begins_none_any_more() -> None:
+    """Else a gateway would submit everything to a scheduler that is about to be gone."""
+    leadership, metered = Leadership(NoLease()), SchedulerMetrics("tiny", False, CollectorRegistry())
+    await leadership.acquire("127.0.0.1:1")
+    service = GenerationService(SchedulerSettings(worker=["127.0.0.1:1"]), leadership, metered, History())
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_GenerationServicer_to_server(service, server)
+    target = f"127.0.0.1:{await start_server(server, '127.0.0.1', 0)}"
+    try:
+        async with session(target) as client:
+            await eventually_async(lambda: client.epoch)
+            service.end_sessions()
+            await eventually_async(lambda: client.ended_well)
+        with pytest.raises(StreamEnded, match="unavailable: stopping"):
+            async with session(target) as client:
+                await eventually_async(client.call.done)
+        with pytest.raises(grpc.aio.AioRpcError, match="stopping"):
+            await describe(target)
+    finally:
+        await server.stop(None)
 
 
 async def test_another_model_is_refused(tmp_path: Path) -> None:
