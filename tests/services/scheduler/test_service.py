@@ -30,6 +30,7 @@ from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from shared.protocol.submits import MAX_SUBMITS
 from shared.rpc import PROTOCOL_VERSION, SERVER_OPTIONS, StreamEnded, channel, start_server
+from shared.settings import load
 from tests.exposition import samples
 from tests.processes import eventually_async
 from tests.services.scheduler.device import EOS, next_token
@@ -482,7 +483,7 @@ async def test_who_has_ended_its_sessions_begins_none_any_more() -> None:
     """Else a gateway would submit everything to a scheduler that is about to be gone."""
     leadership, metered = Leadership(NoLease()), SchedulerMetrics("tiny", False, CollectorRegistry())
     await leadership.acquire("127.0.0.1:1")
-    service = GenerationService(SchedulerSettings(worker=["127.0.0.1:1"]), leadership, metered, History())
+    service = GenerationService(load(SchedulerSettings, "scheduler", ["--worker", "127.0.0.1:1"]), leadership, metered, History())
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_GenerationServicer_to_server(service, server)
     target = f"127.0.0.1:{await start_server(server, '127.0.0.1', 0)}"
