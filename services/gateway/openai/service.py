@@ -69,12 +69,15 @@ class Gateway:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises InvalidRequest unless it says that it is JSON; BodyTooLarge as soon as that is known; BodyTooSlow."""
+    """The whole body. Raises InvalidRequest unless it says that it is plain JSON; BodyTooLarge as soon as that is known; BodyTooSlow."""
     gateway = Gateway.of(request)
     limit = gateway.settings.max_body_bytes
     kind = request.headers.get("content-type", JSON_TYPE).split(";")[0].strip().lower()
     if kind != JSON_TYPE:
         raise InvalidRequest(f"unsupported content type '{kind[:50]}': send {JSON_TYPE}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":  # a small body could unpack to a huge one
+        raise InvalidRequest(f"unsupported content encoding '{encoding[:50]}': send the body as it is")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
         raise BodyTooLarge(f"the body has {int(announced)} bytes, the limit is {limit}")

@@ -1,6 +1,7 @@
 """Every fault is told in OpenAI's error object, with its status, field and code."""
 
 import asyncio
+import gzip
 import json
 import time
 from pathlib import Path
@@ -190,7 +191,13 @@ async def test_err_03_content_types(stack: Stack) -> None:
     good = json.dumps({"model": "tiny", "messages": HI})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         assert_error(await stack.http.post("/v1/chat/completions", content=good, headers={"content-type": kind}), 400, None)
-    for headers in ({"content-type": "Application/JSON; charset=utf-8"}, {}):
+    for encoding in ("gzip", "br, identity"):
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        error = assert_error(
+            await stack.http.post("/v1/chat/completions", content=gzip.compress(good.encode()), headers=headers), 400, None
+        )
+        assert "encoding" in error["message"]
+    for headers in ({"content-type": "Application/JSON; charset=utf-8"}, {"content-encoding": "identity"}, {}):
         assert (await stack.http.post("/v1/chat/completions", content=good, headers=headers)).status_code == 200
     twice = b'{"model": "nope", "model": "tiny", "messages": [{"role": "user", "content": "hi"}]}'
     assert (await stack.http.post("/v1/chat/completions", content=twice)).status_code == 200

@@ -52,3 +52,15 @@ async def test_faults(stack: Stack) -> None:
     for path, body, param in faults:
         assert_error(await stack.http.post(path, json=body), 400, param)
     assert_error(await stack.http.post("/tokenize", json={"model": "nope", "prompt": "a"}), 404, None, "model_not_found")
+
+
+async def test_large_answers_come_in_pieces(start: Any) -> None:
+    stack: Stack = await start({"max_length": 1 << 20})
+    text = "once upon a 😀 " * 3000
+    tokenized = await stack.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+    ids = tokenized.json()["tokens"]
+    assert (ids, len(ids)) == (stack.encode(text), tokenized.json()["count"])
+    assert len(tokenized.json()["token_strs"]) == len(ids) > 10_000
+    detokenized = await stack.http.post("/detokenize", json={"tokens": ids})
+    assert detokenized.json() == {"prompt": text}
+    assert not [answer.url for answer in (tokenized, detokenized) if "content-length" in answer.headers]
