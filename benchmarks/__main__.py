@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import models, tune
+from benchmarks.allreduce import SIZES, allreduce
 from benchmarks.capacity import Fleet, Load, Objectives, capacity
 from benchmarks.conversations import goodput
 from benchmarks.distance import distance
@@ -248,6 +249,17 @@ def _kernels(
     """What each kernel reaches of what the GPU can do."""
     allow_pdl(pdl)
     _finish(kernels(operations or []), out)
+
+
+@app.command("allreduce")
+def _allreduce(
+    ranks: Annotated[int, typer.Option(min=2, help="Each on a GPU of its own.")] = 2,
+    size: Annotated[list[int], typer.Option(min=256, help="Bytes; repeatable.")] = list(SIZES),  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """Sums over GPUs, ours and NCCL's, by size, in CUDA graphs; with the residual and norm behind them, too."""
+    for report in allreduce(ranks, size):
+        _finish(report, out)
 
 
 @app.command("tune")

@@ -8,13 +8,26 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.floors import decode_step_s
+from benchmarks.profile import communication_share
 from benchmarks.report import Value
 from benchmarks.served import Served
 from benchmarks.workload import fresh
 
 ROWS = (1, 8, 32, 128, 256)
-# "of the device": of the milliseconds, in which it computed
-COLUMNS = ("model", "rows", "ms a step", "spread", "of the device", "floor", "of the floor", "best peer", "peer / ours", "checked")
+# "of the device": of the milliseconds, in which it computed; "together": the share of them in which ranks added up or gathered
+COLUMNS = (
+    "model",
+    "rows",
+    "ms a step",
+    "spread",
+    "of the device",
+    "floor",
+    "of the floor",
+    "best peer",
+    "peer / ours",
+    "checked",
+    "together",
+)
 SEED = 55
 
 
@@ -27,7 +40,7 @@ def measure_decode(
     lines: list[Sequence[Value]] = []
     for number in rows:
         if served.over:
-            lines.append((served.name, number, *[None] * (len(COLUMNS) - 3), "no time left"))
+            lines.append((served.name, number, *[None] * (len(COLUMNS) - 4), "no time left", None))
             continue
         asked = prompts[:number]
         served.timed(asked, 2)  # whatever the first answer of this size compiles
@@ -52,8 +65,19 @@ def measure_decode(
                 peer_ms,
                 peer_ms / step_ms if peer_ms else None,
                 f"{agreed:.0%}",
+                None,
             )
         )
         print(f"{served.name}: {number} rows decode in {step_ms:.3f} ms a step", flush=True)
         raw[f"{served.name} decode {number}"] = {"short_s": short, "long_s": long, "device_s": decode_s, "device_steps": decodes}
-    return lines
+    if served.traces is None:
+        return lines
+    # At the end, since a profiler that has run once may slow what follows.
+    measured = [number for number, line in zip(rows, lines, strict=True) if line[2] is not None]
+    shares = {
+        number: communication_share(served, served.traces, traced, prompts[:number])
+        for traced, number in enumerate(measured)
+        if not served.over
+    }
+    raw[f"{served.name} decode together"] = {str(number): share for number, share in shares.items()}
+    return [(*line[:-1], f"{shares[number]:.1%}" if number in shares else None) for number, line in zip(rows, lines, strict=True)]

@@ -15,12 +15,13 @@ from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.floors import decode_step_s
 from benchmarks.report import Report, Value, circumstances
 from benchmarks.served import Options, Served, served
-from benchmarks.workload import fresh
+from benchmarks.workload import Prompts, fresh
 from services.worker.engine.profiled import DECODE, PREFILL, Kind
 
 TRACE_S = 60.0  # for a trace to be written
 SHOWN = 20  # kernels of the table; the others are one line
 NAME_LENGTH = 70
+COMMUNICATION = ("nccl", "_flagged_kernel", "_one_shot_kernel", "_two_shot_kernel", "gloo:", "c10d::")  # in names of what ranks do together
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SEED = 55
 
@@ -57,6 +58,20 @@ def profile(model: str, rows: Sequence[int], prompts: int, context: int, options
             floor_s = decode_step_s(running.shape, asked, context + DECODE.skipped + DECODE.recorded / 2, ceilings)
             reports.append(_report(running, DECODE, f"{asked} rows", context, ceilings, floor_s, _work(_eventually(trace))))
     return reports
+
+
+def communication_share(running: Served, folder: Path, number: int, prompts: Prompts) -> float:
+    """Of the time of decode steps of these rows, that rank 0 spends in kernels that ranks run together, waiting for each other included;
+    a norm that is in one of them counts with it. number: of traces before."""
+    trace = _ask(folder, DECODE, number)
+    running.timed(prompts, 2 * (DECODE.skipped + DECODE.recorded))
+    work = _work(_eventually(trace))
+    return communication_us(work) / (max(each.end_us for each in work) - work[0].start_us)
+
+
+def communication_us(work: Sequence[Work]) -> float:
+    """Time in which any of it was of those that ranks run together."""
+    return _busy_us([each for each in work if any(part in each.name for part in COMMUNICATION)])
 
 
 def _ask(folder: Path, kind: Kind, number: int) -> Path:
@@ -131,6 +146,7 @@ def _report(
         columns=("kernel", "launches a step", "us a step", "of all"),
         rows=[*lines, ("all", len(work) / steps, total_us, None)],
         notes=(
+            f"in sums and gathers over ranks {communication_us(work) / steps:.1f} us a step, with the norms that are in them",
             f"{running.name}, {kind.name}, {what} of {context} tokens, {steps} steps under torch's profiler, which slows them",
             f"a step {step_us:.1f} us, of it {busy_us:.1f} us busy; gaps {gaps:.2%}; {in_layers} launches a layer",
             f"{'' if floor_us is None else f'floor {floor_us:.1f} us; '}ceilings, of this run: {ceilings}",
@@ -138,6 +154,7 @@ def _report(
         raw={
             "step_us": step_us,
             "busy_us": busy_us,
+            "communication_us": communication_us(work) / steps,
             "gap_share": gaps,
             "launches_a_layer": in_layers,
             "floor_us": floor_us,

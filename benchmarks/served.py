@@ -14,7 +14,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.peers import GPU, PEERS, Peers
+from benchmarks.peers import GPU, PEERS, PEERS_OF_TWO, Peers
 from benchmarks.workload import Prompts, config_file
 from services.local import LLM, Sampling
 from services.worker.engine.roofline import Shape
@@ -62,11 +62,12 @@ class Served:
     gpu: str
     gpus: int
     deadline: float  # on the monotonic clock
+    traces: Path | None = None  # where ranks write them, when there are several
 
     @property
     def peers(self) -> Peers | None:
-        """Other engines' figures for this model, where they can be compared: on one GPU, theirs."""
-        return PEERS.get(self.name) if GPU in self.gpu and self.gpus == 1 else None
+        """Other engines' figures for this model, where they can be compared: on as many GPUs, theirs."""
+        return {1: PEERS, 2: PEERS_OF_TWO}.get(self.gpus, {}).get(self.name) if GPU in self.gpu else None
 
     @property
     def over(self) -> bool:
@@ -151,9 +152,11 @@ def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int
         "max_model_len": min(max(MAX_LENGTH, length), int(config["max_position_embeddings"])),
         **options.worker,
     }
+    several = int(options.worker.get("tensor_parallel_size", 1)) > 1
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        with LLM(folder, **settings) as llm:
+        traces = Path(folder) / "traces" if several else None
+        with LLM(folder, **{"profile_folder": traces, **settings}) as llm:
             name = model if source.stem == model else Path(model).name
             gpus = int(options.worker.get("tensor_parallel_size", 1)) * int(options.worker.get("groups", 1))
-            yield Served(name, llm, Shape.from_config(config), ceilings.times(gpus), gpu, gpus, start + options.limit_s)
+            yield Served(name, llm, Shape.from_config(config), ceilings.times(gpus), gpu, gpus, start + options.limit_s, traces)

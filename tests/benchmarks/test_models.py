@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.ceilings import Ceilings
 from benchmarks.decode import measure_decode
 from benchmarks.models import Cases, measure_models
-from benchmarks.profile import profile
+from benchmarks.profile import Work, communication_us, profile
 from benchmarks.report import Report, Value
 from benchmarks.served import Options, Served, WrongOutput
 from services.local import LLM
@@ -89,7 +89,7 @@ def test_lines_that_do_not_fit_into_the_time_are_left_out(scripted: Served) -> N
     late = Served(scripted.name, scripted.llm, scripted.shape, ONE, "none", 1, deadline=time.monotonic())
     (line,) = measure_decode(late, [1], 5, 2, 1, {})
     assert line[:3] == ("scripted", 1, None)
-    assert line[-1] == "no time left"
+    assert line[-2] == "no time left"
 
 
 def test_what_cannot_start_is_told_beside_the_tables(folder: Path) -> None:
@@ -106,7 +106,8 @@ def test_a_profile_tells_the_kernels_of_a_step(folder: Path, tmp_path: Path) -> 
     assert prefill.raw["floor_us"] is None
     launches: dict[Value, Sequence[Value]] = {row[0]: row for row in second.rows}
     assert launches["aten::linear"][1] == 4 * tiny.CONFIG["num_hidden_layers"] + 1
-    assert second.raw.keys() == {"step_us", "busy_us", "gap_share", "launches_a_layer", "floor_us"}
+    assert second.raw.keys() == {"step_us", "busy_us", "communication_us", "gap_share", "launches_a_layer", "floor_us"}
+    assert second.raw["communication_us"] == 0  # of one rank
     trace = json.loads((tmp_path / "traces/rank-0-decode-1.json").read_text())
     assert sum(event["name"] == "aten::linear" for event in trace["traceEvents"]) >= DECODE.recorded * 9
 
@@ -117,3 +118,9 @@ def test_a_mistake_on_the_command_line_is_told_in_one_line(monkeypatch: pytest.M
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("benchmarks: model: nope is neither a shape")
+
+
+def test_time_together_counts_what_overlaps_once() -> None:
+    names = ["_flagged_kernel", "ncclDevKernel_AllGather_RING_LL(...)", "gemm", "_two_shot_kernel"]
+    spans = [(0.0, 4.0), (2.0, 5.0), (5.0, 9.0), (9.0, 10.0)]
+    assert communication_us([Work(name, *span) for name, span in zip(names, spans, strict=True)]) == 6.0
