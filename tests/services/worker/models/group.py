@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.driver import admission, int32s, spec
 from services.worker.distributed.communicator import Communicator, communicator
+from services.worker.distributed.rendezvous import CommunicatorKind
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.logprobs import ids_of, records_of
 from shared.errors import ConfigError
@@ -110,8 +111,11 @@ class Runner:
         return Outcome(np.array(tokens, dtype=np.int32), np.array(logits, dtype=np.float32), np.concatenate(logprobs))
 
 
-def _serve(rank: int, size: int, rendezvous: str, link: Connection, device: str) -> None:
-    runner = Runner(communicator(rank, size, rendezvous, torch.device(device), "gloo"))
+def _serve(rank: int, size: int, rendezvous: str, link: Connection, device: str, kind: CommunicatorKind) -> None:
+    place = torch.device("cuda", rank) if device == "cuda" and kind != "gloo" else torch.device(device)
+    if place.index is not None:
+        torch.cuda.set_device(place)
+    runner = Runner(communicator(rank, size, rendezvous, place, kind))
     link.send(None)
     while (job := link.recv()) is not None:
         try:
@@ -125,13 +129,15 @@ def _serve(rank: int, size: int, rendezvous: str, link: Connection, device: str)
 class Group:
     """`size` processes, one a rank."""
 
-    def __init__(self, size: int, folder: Path, device: str = "cpu") -> None:
-        """device: of all ranks."""
+    def __init__(self, size: int, folder: Path, device: str = "cpu", kind: CommunicatorKind = "gloo") -> None:
+        """device: of all ranks; on GPUs they share one with gloo, and have one each with others."""
         context = multiprocessing.get_context("spawn")
         self.links, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, f"file://{folder / 'rendezvous'}", theirs, device), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, f"file://{folder / 'rendezvous'}", theirs, device, kind), daemon=True
+            )
             process.start()
             theirs.close()
             self.links.append(ours)
