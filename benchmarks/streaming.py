@@ -110,9 +110,9 @@ class Stream(asyncio.Protocol):
             self.ended.set_exception(RuntimeError(f"a stream broke off after {self.events} events: {self._tail!r}"))
 
 
-def request_of(model: str, tokens: int) -> bytes:
-    """The bytes that ask for a stream of so many tokens."""
-    body = json.dumps({"model": model, "prompt": "hi", "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
+def request_of(model: str, tokens: int, n: int = 1) -> bytes:
+    """The bytes that ask for a stream of so many tokens, of `n` choices."""
+    body = json.dumps({"model": model, "prompt": "hi", "max_tokens": tokens, "n": n, "ignore_eos": True, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: benchmark\r\nContent-Type: application/json"
     return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
