@@ -70,14 +70,14 @@ class Admissions:
         most_tokens: of which it may have to compute; then the shortest goes first. None: the first in the queue, whatever its length.
         When it is the turn of the request that has waited longest, that one or none.
         """
-        if not self.may_come():  # and the last refusal stands
+        if not self.may_come():  # the last refusal stands
             return None
         while self.may_come() and len(self._passed_over) <= LOOKAHEAD:
             overtaken = self._overtakings >= MAX_OVERTAKINGS
             head = self._waiting.oldest() if overtaken else self._waiting.head()
             request = head if overtaken or most_tokens is None else self._waiting.shortest()
             if head is None or request is None:
-                return None
+                break
             if head.skips >= MAX_SKIPS:
                 request = head
             ids = request.prefill_ids

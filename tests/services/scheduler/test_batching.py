@@ -5,10 +5,11 @@ from random import Random
 
 import pytest
 
-from services.scheduler.admission import MAX_OVERTAKINGS, MAX_SKIPS
+from services.scheduler.admission import MAX_OVERTAKINGS, MAX_SKIPS, RETRY_PLANS
 from services.scheduler.policy import POLICIES, PolicyName
+from services.scheduler.radix import Prefix
 from services.scheduler.requests import Request
-from shared.protocol.plan import Limits
+from shared.protocol.plan import Int32s, Limits
 from tests.services.scheduler.test_group import CANCELLED, Harness
 
 LIMITS = Limits(slots=64, pages=2_001, page_size=4, max_length=512, max_step_tokens=32, vocab_size=1000)
@@ -126,6 +127,28 @@ def test_a_large_request_is_passed_over_only_so_often() -> None:
     admitted_before = sum(request.admitted_at is not None for request in harness.ended) + harness.group.num_running - 4
     assert large.skips <= MAX_SKIPS
     assert admitted_before <= MAX_SKIPS + 4
+
+
+def test_who_does_not_fit_is_looked_at_again_only_now_and_then() -> None:
+    harness = group(limits=replace(LIMITS, pages=31))
+    stream = harness.submit(0, prompt(0, 8), 100, ignore_eos=True)
+    steps_until(harness, stream)
+    large = harness.submit(1, prompt(1, 110), 3)
+    cache, looks = harness.group.memory.cache, 0
+    lookup = cache.lookup
+
+    def counted(namespace: str, ids: Int32s, confirmed_only: bool = False) -> Prefix:
+        nonlocal looks
+        looks += 1
+        return lookup(namespace, ids, confirmed_only)
+
+    cache.lookup = counted  # type: ignore[method-assign]
+    for _ in range(4 * RETRY_PLANS):
+        harness.step()
+    assert large.slot is None
+    assert 3 <= looks <= 5
+    harness.finish()
+    assert large.output
 
 
 def test_higher_priority_goes_first() -> None:

@@ -62,13 +62,11 @@ def test_a_plan_and_its_result_cost_little(rows: int) -> None:
 
 
 def test_requests_that_wait_for_pages_cost_little() -> None:
-    """At most twice what as few rows cost without them: there are admissions, ends and preemptions, too."""
-    steady = InstantWorker(4, slots=4, pages=401)
-    steady_us = min(sum(steady.step() for _ in range(PLANS)) / PLANS / 1e3 for _ in range(REPEATS))
+    """There are admissions, ends and preemptions, too."""
     worker = InstantWorker(64, slots=128, pages=256)  # at first 3 pages a request, and one more in 16 plans
     for _ in range(100):
         worker.submit(400)
     best_us = min(sum(worker.step() for _ in range(PLANS)) / PLANS / 1e3 for _ in range(REPEATS))
-    print(f"{worker.group.num_running} rows, {len(worker.group.waiting)} requests that wait for pages: {best_us:.0f} us, {steady_us:.0f}")
+    print(f"{worker.group.num_running} rows, {len(worker.group.waiting)} requests that wait for pages: {best_us:.0f} us")
     assert worker.group.waiting.head() is not None
-    assert best_us <= 2 * steady_us
+    assert best_us <= 200 + worker.group.num_running

@@ -232,6 +232,17 @@ def test_a_result_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
         harness.step(**changes)
 
 
+def test_the_tokens_of_a_burst_are_counted_up_to_the_end_of_each_request() -> None:
+    harness = Harness(bursts=True)
+    _, _, before = METRICS.token_counts()
+    requests = [harness.submit(number, [number], max_tokens, ignore_eos=True) for number, max_tokens in ((1, 5), (2, 12), (3, 40))]
+    harness.finish()
+    assert max(plan.iterations for plan in harness.plans) > 1
+    assert [len(request.output) for request in requests] == [5, 12, 40]
+    _, _, after = METRICS.token_counts()
+    assert after["group"] - before["group"] == 5 + 12 + 40
+
+
 def test_evacuated_requests_go_on_elsewhere_with_what_they_have() -> None:
     harness, other = Harness(), Harness()
     running, waiting = harness.submit(1, [1, 2, 3], 30), [harness.submit(number, [1], 30) for number in range(2, 6)]
