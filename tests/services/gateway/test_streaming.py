@@ -91,7 +91,7 @@ async def test_a_rejection_after_a_keep_alive_is_an_event(start: Any) -> None:
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 async def test_str_09_headers_and_arrivals(stack: Stack, path: str) -> None:
-    """Each token reaches the client before the next is computed; the ingress is a matter of tests/system/helm."""
+    """Each token reaches the client before the next is computed; the ingress is a matter of tests/system/chart."""
     ids = stack.encode("a b c d e f g h i j")
     gates = [asyncio.Event() for _ in ids]
     stack.plays(*(step for gate, id_ in zip(gates, ids, strict=True) for step in (gate, [id_])), [EOS])

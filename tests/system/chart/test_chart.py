@@ -513,3 +513,11 @@ def test_notes_lead_to_an_answer_and_warn(helms: dict[str, Helm]) -> None:
     assert "hf_literal" not in quiet
     assert "does not know keda.sh/v1alpha1" in notes({"worker": {"autoscaling": {"enabled": True, "prometheusAddress": "http://p:9090"}}})
     assert "answers are made up" in notes({"worker": {"mode": "simulated"}})
+
+
+def test_str_09_an_ingress_of_nginx_neither_collects_streams_nor_cuts_them_off(helm: Helm) -> None:
+    objects = helm.objects({"gateway": {"ingress": {"enabled": True, "preset": "nginx", "host": "llm.example.com"}}})
+    (ingress,) = (each for each in objects if each["kind"] == "Ingress")
+    annotations = ingress["metadata"]["annotations"]
+    assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    assert int(annotations["nginx.ingress.kubernetes.io/proxy-read-timeout"]) >= 600
