@@ -47,11 +47,13 @@ def two_nodes(folder: Path, model: Path) -> Iterator[tuple[Worker, Worker]]:
     """Leader and follower."""
     script = ("--model", str(model), "--engine", "scripted", "--tensor-parallel-size", "2", "--page-size", "4", "--num-pages", "100")
     leader, follower = over_nodes(folder, 2, *script)
-    yield leader, follower
-    for worker in (leader, follower):
-        worker.process.kill()
-        worker.process.wait()
-        print(worker.log)
+    try:
+        yield leader, follower
+    finally:
+        for worker in (leader, follower):
+            worker.process.kill()
+            worker.process.wait()
+            print(worker.log)
 
 
 async def test_a_node_with_other_settings_is_refused_and_one_that_is_told_to_stop_drains_the_group(tmp_path: Path, model: Path) -> None:
@@ -85,7 +87,7 @@ async def test_tp_07_whoever_is_left_of_two_nodes_ends_and_says_why(tmp_path: Pa
         assert re.search(cause, survivor.last_line)
         assert "Traceback" not in survivor.log
         victim.process.kill()
-        assert not psutil.wait_procs(ranks, timeout=2)[1]
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
 
 
 class Joined:
