@@ -27,6 +27,7 @@ from tests.system.monitoring.conftest import (
 
 OF_PROMETHEUS = {"namespace", "job", "instance", "alertname", "alertstate", "slo"}
 OF_OPERATOR = {"namespace", "container", "pod", "job", "endpoint", "instance"}  # labels that it gives what a PodMonitor scrapes
+UNITS = {"bytes", "none", "percentunit", "reqps", "s", "short"}  # as Grafana calls them
 SAMPLES = ("_bucket", "_sum", "_count")
 
 
@@ -134,7 +135,7 @@ def test_a_dashboard_opens_anywhere(name: str, dashboard: Object) -> None:
         assert panel["datasource"] == DATASOURCE
         assert panel["title"]
         assert panel["description"].endswith(".")
-        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
         first, *more = (step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"])
         assert first is None
         assert more == sorted(more)
