@@ -49,5 +49,5 @@ def _serve(target: Target, rank: int, devices: Sequence[int], rendezvous: str, l
             link.send((target(ControlGroup(rank, len(devices), rendezvous, DEADLINE_S), device, *arguments), None))
     except Exception:  # the edge of the process
         link.send((None, traceback.format_exc()))
-    link.recv_bytes() if link.poll(DEADLINE_S) else None  # the others may still read this rank's memory
+    link.poll(DEADLINE_S)  # the others may still read this rank's memory
     os._exit(0)

@@ -4,6 +4,7 @@ import asyncio
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = ["model"]  # a fixture
 pytestmark = pytest.mark.gpus(2)
 
 RESTARTS = 10
+START_S = 200.0  # the first one compiles
 BURSTS = 3
 
 
@@ -137,68 +139,76 @@ def started(folder: Path, *arguments: str) -> Worker:
     return Worker(folder, "--model", str(model), *gpus, *SIZES, *arguments)
 
 
-@pytest.mark.timeout(600)
-async def test_no_start_of_ten_hangs(tmp_path: Path) -> None:
-    """Every way in turn, each ended without notice."""
-    answers = set()
-    for number in range(RESTARTS):
-        way = list(WAYS.values())[number % len(WAYS)]
-        arguments = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in way.items()]
-        worker = started(tmp_path / str(number), *arguments)
-        try:
-            await worker.ready()
-            async with execution(worker.port) as stream:
-                answers.add(tuple(await tokens(stream, BURSTS)))
-        finally:
-            ranks = worker.ranks() if worker.process.poll() is None else []
-            worker.process.kill()
-            worker.process.wait()
-            print(worker.log)
-        assert not psutil.wait_procs(ranks, timeout=10)[1], "ranks outlive their worker"
-    assert len(answers) == 1
+def options(way: str) -> list[str]:
+    return [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in WAYS[way].items()]
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", ["as it comes", "torch's NCCL"])
-async def test_a_rank_that_is_killed_or_stopped_is_named(tmp_path: Path, way: str) -> None:
-    settings = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in WAYS[way].items()]
-    workers = [started(tmp_path / name, *settings, "--step-deadline-s", "3") for name in ("killed", "stopped")]
+@contextmanager
+def ending(worker: Worker) -> Iterator[Worker]:
     try:
-        for worker, (number, told) in zip(
-            workers,
-            ((signal.SIGKILL, "rank 1 ended by SIGKILL"), (signal.SIGSTOP, r"within 3 s: rank 1 .*\(stopped by a signal\)")),
-            strict=True,
-        ):
-            await worker.ready()
-            ranks = worker.ranks()
-            async with execution(worker.port) as stream:
-                stream.send(prefill())
-                await stream.result()
-                ranks[1].send_signal(number)
-                for plan in range(8):
-                    stream.send(burst(2 + plan))
-                with pytest.raises(StreamEnded, match=told):
-                    await asyncio.wait_for(ended(stream), 30)
-            assert await worker.ended(30) == 1
-            assert re.search(told, worker.last_line)
-            assert not psutil.wait_procs(ranks, timeout=10)[1]
-    finally:
-        for worker in workers:
-            worker.process.kill()
-            worker.process.wait()
-            print(worker.log)
-
-
-@pytest.mark.timeout(300)
-async def test_a_rank_that_is_stopped_in_the_first_sums_is_named(tmp_path: Path) -> None:
-    worker = started(tmp_path / "worker", "--preflight-deadline-s", "5")
-    try:
-        stub = await worker.loading(f"{TESTING}nccl")
-        worker.ranks()[1].send_signal(signal.SIGSTOP)
-        assert (await describe(stub)).phase.startswith(TESTING)
-        assert await worker.ended(30) == 1
-        assert re.search(rf"{TESTING}.* did not end within preflight_deadline_s=5: rank 1 .*\(stopped by a signal\)", worker.last_line)
+        yield worker
     finally:
         worker.process.kill()
         worker.process.wait()
         print(worker.log)
+
+
+async def answer(worker: Worker) -> list[int]:
+    await worker.ready(START_S)
+    async with execution(worker.port) as stream:
+        return await tokens(stream, BURSTS)
+
+
+@pytest.mark.timeout(600)
+def test_no_start_of_ten_hangs(tmp_path: Path) -> None:
+    """Every way in turn, each ended without notice."""
+    answers = set()
+    for number in range(RESTARTS):
+        with ending(started(tmp_path / str(number), *options(list(WAYS)[number % len(WAYS)]))) as worker:
+            answers.add(tuple(asyncio.run(answer(worker))))
+            ranks = worker.ranks()
+        assert not psutil.wait_procs(ranks, timeout=10)[1], "ranks outlive their worker"
+    assert len(answers) == 1
+
+
+async def stalled(worker: Worker, number: int, told: str) -> list[psutil.Process]:
+    """Sends a signal to rank 1 between a prefill and its decodes, and sees the group end; its ranks."""
+    await worker.ready(START_S)
+    ranks = worker.ranks()
+    async with execution(worker.port) as stream:
+        stream.send(prefill())
+        await stream.result()
+        ranks[1].send_signal(number)
+        for plan in range(8):
+            stream.send(burst(2 + plan))
+        with pytest.raises(StreamEnded, match=told):
+            await asyncio.wait_for(ended(stream), 30)
+    assert await worker.ended(30) == 1
+    return ranks
+
+
+ENDS = {signal.SIGKILL: "rank 1 ended by SIGKILL", signal.SIGSTOP: r"within 3 s: rank 1 .*\(stopped by a signal\)"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", ENDS)
+@pytest.mark.parametrize("way", ["as it comes", "torch's NCCL"])
+def test_a_rank_that_is_killed_or_stopped_is_named(tmp_path: Path, way: str, number: signal.Signals) -> None:
+    with ending(started(tmp_path / "worker", *options(way), "--step-deadline-s", "3")) as worker:
+        ranks = asyncio.run(stalled(worker, number, ENDS[number]))
+        assert re.search(ENDS[number], worker.last_line)
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
+
+
+async def stopped_in_the_first_sums(worker: Worker) -> None:
+    stub = await worker.loading(f"{TESTING}nccl")
+    worker.ranks()[1].send_signal(signal.SIGSTOP)
+    assert (await describe(stub)).phase.startswith(TESTING)
+    assert await worker.ended(30) == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_stopped_in_the_first_sums_is_named(tmp_path: Path) -> None:
+    with ending(started(tmp_path / "worker", "--preflight-deadline-s", "5")) as worker:
+        asyncio.run(stopped_in_the_first_sums(worker))
+        assert re.search(rf"{TESTING}.* did not end within preflight_deadline_s=5: rank 1 .*\(stopped by a signal\)", worker.last_line)

@@ -14,7 +14,8 @@ from services.worker.distributed.cuda_driver import DriverError
 from services.worker.distributed.torch_group import ControlGroup
 from shared.errors import LockstepError
 
-OFFER_BYTES = 512
+OFFER_BYTES = 2048
+ERROR_LENGTH = 200  # of an offer's text; JSON may make six bytes of a character
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes of a machine, in whatever container
 
 
@@ -50,7 +51,7 @@ def meet(control: ControlGroup, device: torch.device) -> Peers:
 
 def _exchanged(control: ControlGroup, offer: dict[str, str]) -> list[dict[str, str]]:
     """What all ranks offer, by rank. Raises NoPeerMemory when one of them has an error."""
-    offer["error"] = offer["error"][: OFFER_BYTES // 2]
+    offer["error"] = offer["error"][:ERROR_LENGTH]
     offers = [json.loads(each) for each in control.from_all(json.dumps(offer).encode().ljust(OFFER_BYTES))]
     for rank, each in enumerate(offers):
         if each["error"]:

@@ -53,13 +53,13 @@ class Worker:
         """In rank order."""
         return sorted(psutil.Process(self.process.pid).children(), key=lambda rank: json.loads(rank.cmdline()[-1])["rank"])
 
-    async def ready(self) -> ExecutionStub:
+    async def ready(self, within_s: float = 60.0) -> ExecutionStub:
         """A stub of the worker, once its group is ready."""
-        return await self.loading("ready")
+        return await self.loading("ready", within_s)
 
-    async def loading(self, phase: str) -> ExecutionStub:
+    async def loading(self, phase: str, within_s: float = 60.0) -> ExecutionStub:
         """A stub of the worker, once it has come to this phase."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(within_s):
             while not self.ports_file.exists():
                 assert self.process.poll() is None, self.log
                 await asyncio.sleep(0.02)
