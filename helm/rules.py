@@ -149,7 +149,7 @@ ALERTS = (
         f"max by ({GROUP_LABELS}) ({LOST} and on (job, instance) {LEADS} == 1)",
         "1m",
         "warning",
-        "Worker group {{ $labels.engine }} is lost.",
+        "Worker group {{ $labels.engine }} is lost or ejected.",
     ),
     Alert(
         "LockstepGroupUnused",

@@ -104,7 +104,7 @@ def fleet() -> Dashboard:
         [
             Panel(
                 "Requests that moved",
-                "lost: their group died; drained: it stops in good order.",
+                "lost: their group died; drained: it stops in good order; failed: it computed nothing for them.",
                 "reqps",
                 [Query(rate("lockstep_scheduler_requests_moved_total", MODEL, "cause"), "{{cause}}")],
                 8,

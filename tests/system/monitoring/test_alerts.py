@@ -116,7 +116,7 @@ CASES = [
         5,
         {LEADS: "1x10", READY: "1 0x10"},
         OF_ENGINE,
-        "Worker group g is lost.",
+        "Worker group g is lost or ejected.",
         # Drained, so that its series ended; and a former leader still has it at 0.
         {LEADS: "1x10", READY: "1 0 stale", f"lockstep_scheduler_leads{{{STANDBY}}}": "0x10", READY.replace('"s"', '"t"'): "0x10"},
     ),
