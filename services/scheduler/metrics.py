@@ -250,7 +250,8 @@ class EngineMetrics:
 
     def admitted(self, cached_tokens: int, prompt_tokens: int | None) -> None:
         """A request has a slot, and need not compute so many of its tokens. prompt_tokens: None when it had a slot before."""
-        self._cached.inc(cached_tokens)
+        if cached_tokens:
+            self._cached.inc(cached_tokens)
         if prompt_tokens is not None:
             self._queried.inc(prompt_tokens)
             self._hits.inc(min(cached_tokens, prompt_tokens))

@@ -163,7 +163,7 @@ class Planner:
         return rank(self._slots.request(slot))
 
     def _beyond(self, rows: Rows) -> Int32s:
-        """Pages that each needs for its next row, and was not promised."""
+        """Pages, one at most, that each needs for its next row, and was not promised."""
         return self._memory.beyond(rows, self._slots.planned[rows])
 
     def _reserve(self, decodes: Rows, growth: int | None = None) -> int:

@@ -40,22 +40,22 @@ class Results:
         live = slots.running_epoch[plan.slots] == result.slot_epochs
         if plan.prefill_tokens:
             live &= plan.samples
-        rows, tokens = plan.slots, result.ids
-        if np.count_nonzero(live) < len(live):
-            rows, tokens = rows[live], tokens[:, live]
+        rows, tokens, at = plan.slots, result.ids, live.nonzero()[0]
+        if len(at) < len(live):
+            rows, tokens = rows[at], tokens.take(at, axis=1)
         self._time(rows, tokens, result.step_us / 1e6, begin=plan.prefill_tokens > 0, lack=least < 0)
         lengths = slots.confirmed[rows] + len(tokens)
         alone = self._alone(rows, tokens, lengths, lack=least < 0)
         if least != FAILED_ROW:
             self._memory.cache.confirm(result.plan_id)
-            if not np.count_nonzero(alone):
-                self._take_alike(rows, tokens, lengths)
-            else:
-                self._take_alike(rows[~alone], tokens[:, ~alone], lengths[~alone])
-                self._take_alone(live.nonzero()[0][alone], result, plan, records)
+            if np.count_nonzero(alone):
+                self._take_alone(at[alone], result, plan, records)
+                alike = (~alone).nonzero()[0]
+                rows, tokens, lengths = rows[alike], tokens.take(alike, axis=1), lengths[alike]
+            self._take_alike(rows, tokens, lengths)
         else:  # a failed row may concern any other
             failed = (result.ids == FAILED_ROW) & (slots.epoch[plan.slots] == result.slot_epochs)
-            self._take_alone(live.nonzero()[0], result, plan, records, failed, last_plan)
+            self._take_alone(at, result, plan, records, failed, last_plan)
         if greatest >= 0:
             self.all_failed = 0
         elif least == FAILED_ROW:  # rows that have no token for another reason tell nothing
