@@ -1,6 +1,6 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -89,9 +89,9 @@ class ChatFormat:
 
     def _whole_choices(self, outcomes: Sequence[Outcome]) -> Iterator[str]:
         for outcome in outcomes:
-            text = outcome.text
-            texts = (text[start : start + PARSED_CHARACTERS] for start in range(0, len(text), PARSED_CHARACTERS))
-            found, finish_reason = self._parts(outcome.index, texts, outcome.finish_reason)
+            text, push = outcome.text, self._parsers[outcome.index].push
+            parsed = [part for start in range(0, len(text), PARSED_CHARACTERS) for part in push(text[start : start + PARSED_CHARACTERS])]
+            found, finish_reason = self._parts(outcome.index, parsed, outcome.finish_reason)
             yield f'{"," if outcome.index else ""}{{"index":{outcome.index},"message":{to_json(parts.message(found))},"logprobs":'
             yield from self._logprobs(outcome.tokens)
             yield f',"finish_reason":{REASONS[finish_reason]}}}'
@@ -103,7 +103,7 @@ class ChatFormat:
             self._begun = True
             for index in range(self._choices):
                 events += self._chunk(index, '{"role":"assistant","content":"","refusal":null}')
-        found, finish_reason = self._parts(delta.index, (delta.text,), delta.finish_reason)
+        found, finish_reason = self._parts(delta.index, self._parsers[delta.index].push(delta.text), delta.finish_reason)
         self._untold[delta.index] += delta.tokens
         for part in found:
             # Nearly always content: written by hand, since chunks are many.
@@ -128,13 +128,11 @@ class ChatFormat:
                 reasoning += ids.index(self._end_of_thinking) + 1 if self._end_of_thinking in ids else len(ids)
         return usage(answer, reasoning)
 
-    def _parts(self, index: int, texts: Iterable[str], finish_reason: FinishReason | None) -> tuple[list[parts.Part], str | None]:
-        """What is new of a choice; at its end with the reason."""
-        parser = self._parsers[index]
-        found = [part for text in texts for part in parser.push(text)]
+    def _parts(self, index: int, found: list[parts.Part], finish_reason: FinishReason | None) -> tuple[list[parts.Part], str | None]:
+        """What is new of a choice, of which `found` has been parsed; at its end with the reason."""
         if finish_reason is None:
             return found, None
-        last, reason = parser.finish(finish_reason)
+        last, reason = self._parsers[index].finish(finish_reason)
         return [*found, *last], reason
 
     def _told_tokens(self, index: int) -> str:

@@ -30,6 +30,7 @@ def _tell_of_null(schema: dict[str, Any]) -> None:
 class Body(BaseModel):
     """The base of everything in a request."""
 
+    prompt_field: ClassVar[str] = ""  # of a whole body that becomes a prompt: the field that holds it
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, json_schema_extra=_tell_of_null)
 
     @model_validator(mode="before")
@@ -141,7 +142,6 @@ class ModelRequest(Body):
 class GenerationRequest(ModelRequest):
     """What both endpoints of generation take."""
 
-    prompt_field: ClassVar[str]
     model: str = Field(min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -222,7 +222,7 @@ class ConversationRequest(Body):
 class ChatRequest(ConversationRequest, GenerationRequest):
     """POST /v1/chat/completions."""
 
-    prompt_field: ClassVar = "messages"
+    prompt_field = "messages"
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -248,7 +248,7 @@ TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt_field: ClassVar = "prompt"
+    prompt_field = "prompt"
     prompt: Annotated[
         Annotated[str, Tag(TEXT)]
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES), Tag(TEXTS)]
@@ -300,6 +300,7 @@ class TokenizeRequest(ModelRequest):
 class TokenizeChatRequest(ConversationRequest, ModelRequest):
     """POST /tokenize, of a conversation."""
 
+    prompt_field = "messages"
     return_token_strs: bool = False
 
 

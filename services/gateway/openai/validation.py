@@ -79,7 +79,7 @@ def _check_structure(data: bytes) -> None:
 def parse(schema: type[B], data: bytes) -> B:
     """The request in a body. Raises InvalidRequest naming the first fault."""
     value = parse_json(data)
-    if issubclass(schema, GenerationRequest):
+    if schema.prompt_field:
         refuse_foreign(value, schema.prompt_field)
     try:
         return schema.model_validate(value)

@@ -43,6 +43,7 @@ async def test_faults(stack: Stack) -> None:
         ("/tokenize", {"prompt": 7}, "prompt"),
         ("/tokenize", {"prompt": "a" * 10**5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [384]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
