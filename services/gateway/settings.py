@@ -33,7 +33,9 @@ class GatewaySettings(Settings):
         "ignore", description="apply: the model's generation_config.json gives the temperature and so on that a request leaves out."
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="A larger request body is answered 413.")
-    max_bodies_bytes: int = Field(256 << 20, ge=1024, description="Bodies being read in this process, all together; more are answered 429.")
+    max_bodies_bytes: int = Field(
+        256 << 20, ge=1024, description="Of all bodies that this process reads or tokenises; more are answered 429."
+    )
     body_timeout_s: float = Field(30.0, gt=0, description="A request whose body has not come after this long is answered 408.")
     max_requests: int = Field(1024, ge=1, description="POST requests in work at a time in this process; more are answered 429.")
     max_unread_tokens: int = Field(16_384, ge=1, description="A client that leaves this many tokens unread loses its request.")

@@ -25,7 +25,7 @@ R = TypeVar("R", bound=ModelRequest)
 
 @dataclass
 class Bodies:
-    """Request bodies that are being read."""
+    """Request bodies that are being read, or whose prompts wait for a thread."""
 
     bytes: int = 0
 
@@ -61,11 +61,14 @@ class Gateway:
     async def in_thread(self, request: Request, function: Callable[..., T], *arguments: object) -> T:
         """Runs what takes long enough to hold up other requests; not, if the client leaves before its turn. Raises ClientGone, TimedOut."""
         work = asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
+        self.bodies.bytes += request.state.body_bytes
         try:
             async with asyncio.timeout_at(request.state.deadline):
                 return await unless_client_leaves(request.receive, work)
         except TimeoutError as error:
             raise TimedOut("the request took too long") from error
+        finally:
+            self.bodies.bytes -= request.state.body_bytes
 
 
 async def read_body(request: Request) -> bytes:
@@ -97,6 +100,7 @@ async def read_body(request: Request) -> bytes:
         raise ClientGone("the client left while it sent its request") from error
     finally:
         gateway.bodies.bytes -= len(body)
+    request.state.body_bytes = len(body)
     return bytes(body)
 
 
