@@ -20,12 +20,16 @@ def takes(group: Group, request: Request) -> bool:
 def place(groups: Sequence[Group], request: Request, now: float) -> Group | None:
     """The group that a request goes to; None when none takes it.
 
-    Unless there is no other choice, not where it has failed, and not to a group that is ejected, but as the one request of its trial.
+    A new request is the trial of a group that was ejected, if that is due. Else none goes where it has failed, or to a group that is
+    ejected, as long as there is another choice.
     """
     takers = [group for group in groups if takes(group, request)]
     well = [group for group in takers if group.health.is_well]
-    trial = [group for group in takers if group.health.on_trial(now) and not group.load]
-    untried = [group for group in well + trial if group not in request.failed_at]
+    if len(well) < len(takers) and not request.interrupted:
+        trial = next((group for group in takers if group.health.on_trial(now) and not group.load), None)
+        if trial is not None:
+            return trial
+    untried = [group for group in well if group not in request.failed_at]
     return choose(untried or well or takers, request)
 
 
