@@ -204,10 +204,6 @@ class Group:
         self.metrics.plan(plan.decode_rows, plan.prefill_tokens, len(result.ids))
         self.metrics.steps(len(result.ids), plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
 
-    def preempt(self, slot: int) -> None:
-        """Takes the slot from its request, once what is on its way for it has come."""
-        self.occupancy.preempt(slot)
-
     def move(self, request: Request, now: float) -> None:
         """Gives up a running request: it is delivered without an end and without a slot once what is on its way for it has come."""
         request.leaving = True

@@ -18,6 +18,7 @@ from shared.rpc import PROTOCOL_VERSION, Outbox, StreamEnded, check_version, rec
 WELCOME_S = 30.0  # ranks end what they compute before they reset their slots
 GOODBYE_S = 1.0  # for the worker to end its side
 MAX_PAGE_TABLE = 1 << 28  # entries: slots x pages of a slot
+MAX_VOCABULARY = 1 << 24  # ids: four bytes each
 MAX_PAGES = 1 << 24  # of a group: their books are made at once, 0.4 s for so many, and other groups wait meanwhile
 
 
@@ -109,6 +110,8 @@ def limits_of(described: pb.WorkerGroup) -> Limits:
             raise ProtocolError(f"refused: {name} is {getattr(limits, name)}")
     if limits.pages > MAX_PAGES:
         raise ProtocolError(f"refused: {limits.pages} pages are more than {MAX_PAGES}: give the worker a larger --page-size")
+    if limits.vocab_size > MAX_VOCABULARY:
+        raise ProtocolError(f"refused: a vocabulary of {limits.vocab_size} ids is larger than {MAX_VOCABULARY}")
     if limits.slots * limits.pages_per_slot > MAX_PAGE_TABLE:
         raise ProtocolError(f"refused: {limits.slots} slots of {limits.pages_per_slot} pages are more than {MAX_PAGE_TABLE} entries")
     return limits

@@ -216,7 +216,7 @@ class GroupMachine(RuleBasedStateMachine):
             request = slots.requests[slot]
             assert request is not None
             self.preempted[request] = (slot, int(slots.epoch[slot]), int(slots.last_plan[slot]))
-            self.group.preempt(slot)
+            self.group.occupancy.preempt(slot)
             self.group._advance(self.now)
 
     @precondition(lambda self: self.group.num_running)

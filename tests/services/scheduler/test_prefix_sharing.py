@@ -162,7 +162,7 @@ def test_a_preempted_request_loses_no_token_and_comes_on_by_a_page() -> None:
         while request.length == had:
             harness.step()
         assert request.slot is not None
-        harness.group.preempt(request.slot)
+        harness.group.occupancy.preempt(request.slot)
         while request.preemptions < preemptions:
             harness.step()
         assert request.slot is not None  # it is back at once: nobody else is there

@@ -58,7 +58,7 @@ def test_a_preemption_is_noted_and_what_comes_after_it() -> None:
     while len(request.output) < 3:
         harness.step()
     assert request.slot is not None
-    harness.group.preempt(request.slot)
+    harness.group.occupancy.preempt(request.slot)
     harness.finish()
     events = whole(request)
     at = events.index(("preempted", 5, 0))  # two tokens were on their way
