@@ -7,11 +7,12 @@ from typing import Any
 
 import grpc
 
-from services.worker.distributed.rendezvous import rank_name
+from services.worker.distributed.board import not_begun
+from services.worker.distributed.rendezvous import rank_name, ranks_of
 from services.worker.messages import Ended, Failed, Loading, Message, Ready, encode
 from services.worker.metrics import WorkerMetrics
-from services.worker.nodes import agreed
-from services.worker.ranks import GroupFailed, LocalRanks, Startup
+from services.worker.nodes import agreed, silence_s
+from services.worker.ranks import GroupFailed, LocalRanks, Ranks, Startup
 from services.worker.ring import Kind, RingFull
 from services.worker.settings import WorkerSettings
 from services.worker.weights.folder import ModelFolder
@@ -44,26 +45,25 @@ async def follow(settings: WorkerSettings, stop: asyncio.Event) -> None:
 
 
 class Follower:
-    """Starts the ranks at once: their imports take longest."""
+    """Starts its ranks once the leader has taken this node in: before, they could meet those of the group in the place of its own."""
 
     def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics) -> None:
         self.settings = settings
+        self._numbers = ranks_of(settings.node_index, settings.nodes, settings.tensor_parallel_size)
+        self._ranks: LocalRanks | None = None
         self._startup = Startup()
         self._ready: set[int] = set()
-        self._joined = False
         self._lost_a_peer: set[int] = set()  # ranks that end since another one has, perhaps on another node: the leader knows
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox: Outbox[pb.NodesJoinRequest] = Outbox(lambda: self._request(heartbeat=pb.NodeHeartbeat()))
-        self._ranks = LocalRanks(settings, self._on_message)
-        self._tell_phase = metrics.node(settings.group, lambda: self._ranks.pids)
-        for rank in self._ranks.numbers:
-            self._advance(rank, "starting ranks", 0.0)
+        self._tell_phase = metrics.node(settings.group, lambda: self._ranks.pids if self._ranks else {})
+        for rank in self._numbers:
+            self._startup.expect(rank, "waiting for the leader")
+        self._tell_phase(*self._startup.slowest)
 
     def unready(self) -> str | None:
         """What this node still waits for, or what has happened to it; callable from any thread."""
-        if not self._joined:
-            return "waiting for the leader"
-        if len(self._ready) < len(self._ranks.numbers):
+        if len(self._ready) < len(self._numbers):
             return "{}: {:.0%}".format(*self._startup.slowest)
         return "a rank has failed" if self._failed.done() else None
 
@@ -71,15 +71,18 @@ class Follower:
         """As the function `follow`; fingerprint: of the model."""
         settings = self.settings
         assert settings.leader_address is not None, "settings demand it"
+        target = host_port(settings.leader_address, settings.port)
         hello = pb.NodeHello(protocol_version=PROTOCOL_VERSION, node=settings.node_index, agreed=agreed(settings, fingerprint))
-        async with channel(host_port(settings.leader_address, settings.port), settings.tls_folder) as opened:
-            responses = NodesStub(opened).Join(self._requests(hello), wait_for_ready=True)
+        self._outbox.put(pb.NodesJoinRequest(hello=hello))
+        logger.info("node %d asks its leader at %s to take it in", settings.node_index, target)
+        async with channel(target, settings.tls_folder) as opened:
+            responses = NodesStub(opened).Join(aiter(self._outbox), wait_for_ready=True)
             following = asyncio.create_task(self._follow(aiter(responses)))
             stopping = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait((following, stopping, self._failed), return_when=asyncio.FIRST_COMPLETED)
                 if stop.is_set():
-                    if self._joined:
+                    if self._ranks is not None:
                         self._outbox.put(self._request(leaving=pb.NodeLeaving()))
                         await asyncio.wait((following,), timeout=settings.drain_s + VERDICT_S)
                     return
@@ -93,16 +96,13 @@ class Follower:
                 await asyncio.gather(following, stopping, return_exceptions=True)
 
     def stop(self) -> None:
-        self._ranks.stop()
-
-    async def _requests(self, hello: pb.NodeHello) -> AsyncIterator[pb.NodesJoinRequest]:
-        yield pb.NodesJoinRequest(hello=hello)
-        async for request in self._outbox:
-            yield request
+        if self._ranks is not None:
+            self._ranks.stop()
 
     def _request(self, **message: Any) -> pb.NodesJoinRequest:
-        standings = [pb.NodeStanding(moves=each.moves, place=each.place, stopped=each.stopped) for each in self._ranks.standings()]
-        return pb.NodesJoinRequest(standings=standings, **message)
+        standings = self._ranks.standings() if self._ranks else not_begun(self._numbers)
+        where = [pb.NodeStanding(moves=each.moves, place=each.place, stopped=each.stopped) for each in standings]
+        return pb.NodesJoinRequest(standings=where, **message)
 
     async def _follow(self, responses: AsyncIterator[pb.NodesJoinResponse]) -> None:
         """Until the leader ends the stream. Raises ConfigError when it refuses this node, else StreamEnded, with the leader's words."""
@@ -117,24 +117,16 @@ class Follower:
                 raise ConfigError(f"the leader refuses this node: {error.details()}") from error
             raise StreamEnded(f"the leader: {error.code().name.lower()}: {error.details()}") from error
         check_version(welcome.protocol_version, "the leader")
-        self._joined = True
-        logger.info("node %d has joined its leader at %s", self.settings.node_index, self.settings.leader_address)
-        async for response in received(responses, "the leader"):
+        logger.info("the leader has taken node %d in", self.settings.node_index)
+        self._ranks = ranks = LocalRanks(self.settings, self._on_message)
+        for rank in self._numbers:
+            self._advance(rank, "starting ranks", 0.0)
+        async for response in received(responses, "the leader", silence_s(self.settings)):
             for entry in response.entries.entries:
-                await self._write(Kind(entry.kind), entry.plan, entry.payload)
+                await written(ranks, Kind(entry.kind), entry.plan, entry.payload)
             if response.HasField("stacks"):
-                self._ranks.print_stacks()
+                ranks.print_stacks()
         raise StreamEnded("the leader has ended the group")
-
-    async def _write(self, kind: Kind, plan: int, payload: bytes) -> None:
-        """Waits for room: meanwhile nothing more is read, which the leader bounds."""
-        while True:
-            try:
-                self._ranks.write(kind, plan, payload)
-            except RingFull:
-                await asyncio.sleep(ROOM_EVERY_S)
-            else:
-                return
 
     def _on_message(self, rank: int, message: Message) -> None:
         self._outbox.put(self._request(told=pb.NodeTold(rank=rank, message=encode(message))))
@@ -144,7 +136,7 @@ class Follower:
                 self._advance(rank, phase, progress)
             case Ready():
                 self._ready.add(rank)
-                if len(self._ready) == len(self._ranks.numbers):
+                if len(self._ready) == len(self._numbers):
                     self._tell_phase("ready", 1.0)
             case Failed(cause, config, peer):
                 if peer:
@@ -161,3 +153,14 @@ class Follower:
     def _fail(self, error: LockstepError) -> None:
         if not self._failed.done():
             self._failed.set_exception(error)
+
+
+async def written(ranks: Ranks, kind: Kind, plan: int, payload: bytes) -> None:
+    """Waits for room in the ring: meanwhile nothing more is read of the stream, which the leader bounds."""
+    while True:
+        try:
+            ranks.write(kind, plan, payload)
+        except RingFull:
+            await asyncio.sleep(ROOM_EVERY_S)
+        else:
+            return

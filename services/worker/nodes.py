@@ -46,6 +46,13 @@ OF_A_NODE = frozenset(
         "tls_folder",
     }
 )
+# Of a dead stream: more than elsewhere, since a group takes minutes to start anew, and a busy node is not a dead one.
+SILENCE_S = 5.0
+
+
+def silence_s(settings: WorkerSettings) -> float:
+    """How long a node may be silent: no longer than a step may take."""
+    return min(SILENCE_S, settings.step_deadline_s)
 
 
 def agreed(settings: WorkerSettings, fingerprint: str) -> dict[str, str]:
@@ -59,6 +66,7 @@ class NodesService(NodesServicer):
         """stop: set when a node is told to stop: the group ends as a whole."""
         self._remote = {remote.node: remote for remote in supervisor.remote}
         self._failed, self._agreed, self._stop = supervisor.failed, agreed, stop
+        self._silence_s = silence_s(supervisor.settings)
         self._failed.add_done_callback(self._on_failure)
 
     async def Join(self, requests: Requests, context: Context) -> AsyncIterator[pb.NodesJoinResponse]:
@@ -118,7 +126,7 @@ class NodesService(NodesServicer):
     async def _read(self, requests: Requests, remote: RemoteRanks) -> None:
         """Until the stream ends, one way or the other."""
         try:
-            async for request in received(requests, f"node {remote.node}"):
+            async for request in received(requests, f"node {remote.node}", self._silence_s):
                 if request.HasField("leaving"):
                     logger.info("node %d is told to stop, and so the group", remote.node)
                     self._stop.set()

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from services.worker.distributed.board import Place, Standing
+from services.worker.distributed.board import Place, Standing, not_begun
 from services.worker.messages import Ended, Failed, Loading, Ready, ResetDone, decode
 from services.worker.ranks import GroupFailed, Tell
 from services.worker.ring import CAPACITY, Kind
@@ -26,7 +26,7 @@ class RemoteRanks:
         """fail: hears of what ends the group."""
         self.node, self.numbers, self.joined = node, numbers, False
         self._tell, self._fail, self._stopped = tell, fail, False
-        self._standings = [Standing(rank, 0, Place.START, stopped=False) for rank in numbers]
+        self._standings = not_begun(numbers)
         self._unread_bytes = 0
         self.outbox: Outbox[pb.NodesJoinResponse] = Outbox(lambda: pb.NodesJoinResponse(heartbeat=pb.NodeHeartbeat()), self._next)
 

@@ -101,6 +101,11 @@ class Board:
         ]
 
 
+def not_begun(ranks: range) -> list[Standing]:
+    """Of ranks whose processes are not there yet."""
+    return [Standing(rank, 0, Place.START, stopped=False) for rank in ranks]
+
+
 def stalled(standings: Sequence[Standing], name: Callable[[int], str] = str) -> str:
     """Which ranks the others wait for, and where all of them are; `name` is what a rank is called."""
     least = min(each.moves for each in standings)

@@ -31,9 +31,9 @@ Responses = AsyncIterator[pb.NodesJoinResponse]
 
 DEATHS = {
     "killed leader": (0, signal.SIGKILL, r"the leader: unavailable: "),
-    "stopped leader": (0, signal.SIGSTOP, r"the leader sent nothing for 2 s"),
+    "stopped leader": (0, signal.SIGSTOP, r"the leader sent nothing for 3 s"),
     "killed follower": (1, signal.SIGKILL, r"node 1 has gone"),
-    "stopped follower": (1, signal.SIGSTOP, r"node 1 sent nothing for 2 s"),
+    "stopped follower": (1, signal.SIGSTOP, r"node 1 sent nothing for 3 s"),
 }
 
 
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_nodes(folder: Path, model: Path) -> Iterator[tuple[Worker, Worker]]:
     """Leader and follower."""
     script = ("--model", str(model), "--engine", "scripted", "--tensor-parallel-size", "2", "--page-size", "4", "--num-pages", "100")
-    leader, follower = over_nodes(folder, 2, *script)
+    leader, follower = over_nodes(folder, 2, *script, "--step-deadline-s", "3")
     try:
         yield leader, follower
     finally:
@@ -83,7 +83,7 @@ async def test_tp_07_whoever_is_left_of_two_nodes_ends_and_says_why(tmp_path: Pa
             victim.process.send_signal(sign)
             with pytest.raises(StreamEnded):
                 await stream.result()
-            assert await survivor.ended(5) == 1
+            assert await survivor.ended(10) == 1
         assert re.search(cause, survivor.last_line)
         assert "Traceback" not in survivor.log
         victim.process.kill()
