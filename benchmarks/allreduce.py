@@ -4,6 +4,8 @@ A graph holds LAUNCHES sums one after the other, as a decode step does; the time
 """
 
 import multiprocessing
+import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from services.worker.distributed.preflight import check, part
 from services.worker.distributed.pynccl import NcclCommunicator
 from services.worker.distributed.torch_group import ControlGroup, TorchCommunicator
 from shared.errors import ConfigError, LockstepError
+from shared.process import die_with_parent
 
 SIZES = tuple(1 << power for power in range(11, 25))  # bytes
 HIDDEN = 5120  # of the lines with a norm: Qwen3-14B's and 32B's
@@ -55,7 +58,7 @@ def allreduce(ranks: int, sizes: Sequence[int] = SIZES) -> list[Report]:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             rendezvous = f"file://{Path(folder) / 'rendezvous'}"
-            process = context.Process(target=_serve, args=(rank, ranks, rendezvous, tuple(sizes), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, ranks, rendezvous, tuple(sizes), theirs, os.getpid()), daemon=True)
             process.start()
             theirs.close()
             links.append(ours)
@@ -82,7 +85,8 @@ def _answer(rank: int, link: Connection) -> tuple[dict[int, Times], dict[int, Ti
     raise RankFailed(f"rank {rank} did not answer within {DEADLINE_S:g} s")
 
 
-def _serve(rank: int, ranks: int, rendezvous: str, sizes: tuple[int, ...], link: Connection) -> None:
+def _serve(rank: int, ranks: int, rendezvous: str, sizes: tuple[int, ...], link: Connection, parent: int) -> None:
+    die_with_parent(parent, signal.SIGKILL)  # also in the middle of a launch that waits for ever
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     try:

@@ -22,9 +22,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    left_out = {item.nodeid for item in terminalreporter.stats.get("deselected", []) if item.get_closest_marker("gpus")}
+    deselected = terminalreporter.stats.get("deselected", [])
+    left_out = {item.nodeid for item in deselected for mark in item.iter_markers("gpus") if mark.args[0] > torch.cuda.device_count() > 0}
     if left_out:
-        terminalreporter.write_line(f"{len(left_out)} tests of several GPUs are left out: here are {torch.cuda.device_count()}")
+        terminalreporter.write_line(
+            f"{len(left_out)} tests need more GPUs than this machine has ({torch.cuda.device_count()}) and are left out"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from services.worker.distributed.torch_group import ControlGroup
+from shared.process import die_with_parent
 
 DEADLINE_S = 100.0
 Target = Callable[..., Any]  # (control, device, *arguments) -> what can be pickled; a function of a module
@@ -22,7 +24,9 @@ def run(target: Target, folder: Path, devices: Sequence[int], *arguments: Any) -
     links, processes = [], []
     for rank in range(len(devices)):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(target, rank, devices, f"file://{folder / 'rendezvous'}", theirs, arguments))
+        process = context.Process(
+            target=_serve, args=(target, rank, devices, f"file://{folder / 'rendezvous'}", theirs, arguments, os.getpid())
+        )
         process.start()
         theirs.close()
         links.append(ours)
@@ -41,7 +45,10 @@ def run(target: Target, folder: Path, devices: Sequence[int], *arguments: Any) -
     return [result for result, _ in answers]
 
 
-def _serve(target: Target, rank: int, devices: Sequence[int], rendezvous: str, link: Connection, arguments: tuple[Any, ...]) -> None:
+def _serve(
+    target: Target, rank: int, devices: Sequence[int], rendezvous: str, link: Connection, arguments: tuple[Any, ...], parent: int
+) -> None:
+    die_with_parent(parent, signal.SIGKILL)  # also in the middle of a launch that waits for ever
     device = torch.device("cuda", devices[rank])
     torch.cuda.set_device(device)
     try:
