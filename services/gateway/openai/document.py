@@ -100,7 +100,8 @@ def document(names: Sequence[str]) -> JSON:
 
 
 DESCRIPTION = (
-    "OpenAI's chat and legacy completions, with extensions. Null means the same as leaving a field out; unknown fields are ignored. "
+    "OpenAI's chat and legacy completions, with extensions. Null means the same as leaving a field out. Unknown fields are ignored, but "
+    "for those of other servers that would change the answer: they are refused. "
     "Every error has the shape of ErrorAnswer. Every answer has an x-request-id."
 )
 

@@ -15,6 +15,7 @@ from shared.protocol.generation_pb2 import Sampling, Submit
 from shared.protocol.plan import ids_to_bytes
 
 MAX_ID_DIGITS = 10
+MAX_PROMPT_TOKENS = 4 << 20  # of all choices of a request, 4 bytes each: every choice has a copy of its prompt
 MAX_LOGPROBS = 2_000_000  # values of one answer: each takes some hundred bytes in memory, and up to 60 of JSON
 
 
@@ -25,6 +26,9 @@ def submits(
 
     Raises InvalidRequest, of `param` where a prompt does not fit.
     """
+    if (tokens := sum(map(len, prompts)) * body.candidates) > MAX_PROMPT_TOKENS:
+        message = f"the choices have {tokens} tokens of prompt together, at most {MAX_PROMPT_TOKENS} are taken: lower n"
+        raise InvalidRequest(message, "n", "integer_above_max_value")
     check_ids("stop_token_ids", body.stop_token_ids, model.vocab_size)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sampling = _sampling(body, model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 
+from services.gateway.openai.submission import MAX_PROMPT_TOKENS
 from shared.protocol.generation_pb2 import Submit
 from tests.services.gateway.conftest import EOS, Stack, assert_error
 
@@ -116,3 +117,12 @@ async def test_sec_05_multipliers_are_bounded(stack: Stack) -> None:
         assert process.memory_info().rss - before < 200 * MB
     assert not stack.scheduler.submits
     assert slowest < 1.0
+
+
+async def test_sec_05_long_prompts_times_choices_are_bounded(start: Any) -> None:
+    stack: Stack = await start({"max_length": 1 << 20})
+    stack.plays([40], [EOS])
+    prompt = [5] * (MAX_PROMPT_TOKENS // 128 + 1)
+    assert_error(await stack.complete(prompt=prompt, n=128), 400, "n", "integer_above_max_value")
+    assert not stack.scheduler.submits
+    assert (await stack.complete(prompt=prompt, n=2)).status_code == 200
