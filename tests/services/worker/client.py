@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -81,14 +81,18 @@ class Worker:
         return await asyncio.to_thread(self.process.wait, within_s)
 
 
-def over_nodes(folder: Path, nodes: int, *arguments: str) -> list[Worker]:
-    """The workers of one group, the leader first, each with a folder of its own. They meet at ports that are free now."""
+def over_nodes(folder: Path, nodes: int, *arguments: str, last: Sequence[str] = ()) -> list[Worker]:
+    """The workers of one group, the leader first, each with a folder of its own. They meet at ports that are free now.
+
+    last: what only the last one is told.
+    """
     ports = ("--port", str(_free_port()), "--leader-port", str(_free_port()), "--leader-address", "127.0.0.1")
     workers = []
     for index in range(nodes):
         own = folder / f"node-{index}"
         own.mkdir(parents=True)
-        workers.append(Worker(own, *arguments, *ports, "--nodes", str(nodes), "--node-index", str(index)))
+        place = ("--nodes", str(nodes), "--node-index", str(index))
+        workers.append(Worker(own, *arguments, *ports, *place, *(last if index == nodes - 1 else ())))
     return workers
 
 

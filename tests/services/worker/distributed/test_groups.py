@@ -22,13 +22,15 @@ from services.worker.engine.engine import TorchEngine
 from shared.protocol.plan import Plan, ids_from_bytes
 from shared.rpc import StreamEnded
 from tests.exposition import samples
-from tests.services.worker.client import Execution, Worker, execution, over_nodes
+from tests.services.worker.client import Execution, Worker, describe, execution, over_nodes
 from tests.tiny import weightless_model
 
 PAGES = 20  # of 4 tokens
 LENGTH = 4 * PAGES  # room for the prompt and the bursts
 PROMPT = [5, 6, 7, 300, 20]
-SIZES = ("--page-size", "4", "--num-pages", "100", "--max-num-seqs", "4", "--max-model-len", str(LENGTH))
+SIZES = ("--page-size", "4", "--max-num-seqs", "4", "--max-model-len", str(LENGTH))
+LEAST_PAGES = 60  # that one node has room for
+PAGE_BYTES = 2 * 2 * 4 * 16 * 4  # of a rank: keys and values of 2 layers, 4 tokens, one head of 16 numbers in float32
 
 
 class Running:
@@ -39,7 +41,8 @@ class Running:
         deadline = ("--step-deadline-s", str(step_deadline_s))
         tensor_parallel = ("--tensor-parallel-size", str(ranks), "--threads", "1")
         weights = ("--load-format", "random", "--sampling-gather", gather)
-        self.workers = over_nodes(folder, 2, "--model", str(self.model), *weights, *tensor_parallel, *SIZES, *deadline)
+        arguments = ("--model", str(self.model), *weights, *tensor_parallel, *SIZES, *deadline)
+        self.workers = over_nodes(folder, 2, *arguments, last=("--kv-cache-memory-bytes", str(LEAST_PAGES * PAGE_BYTES)))
 
     def ranks(self) -> list[psutil.Process]:
         return [rank for worker in self.workers for rank in worker.ranks()]
@@ -130,6 +133,11 @@ async def test_each_node_tells_of_itself(groups: tuple[Running, Running]) -> Non
         assert [resident in each for each in values] == [rank < 2, rank >= 2]
     assert "lockstep_worker_startup_seconds{engine=group-0,phase=starting ranks}" in values[1]
     assert [each.get("lockstep_worker_ready{engine=group-0}") for each in values] == [1, None]  # the leader speaks for the group
+
+
+async def test_a_group_has_as_many_pages_as_its_least_node(groups: tuple[Running, Running]) -> None:
+    for group in groups:
+        assert (await describe(await group.workers[0].ready())).pages == LEAST_PAGES
 
 
 async def test_rows_that_no_candidates_can_stand_for_are_counted(groups: tuple[Running, Running]) -> None:
