@@ -287,6 +287,8 @@ class Scheduler:
     def _place(self, request: Request, now: float, *, hold: bool = False) -> Rejected | None:
         """hold: it waits for a group that it fits, even if others are there; interrupted requests do in any case."""
         group = routing.place(self.groups, request, now)
+        if group is None and request.leaving and self._group_of[request] in self.groups:  # it drains, and whom it left for is gone
+            group = self._group_of[request]
         if group is None and not (hold or request.interrupted) and not all(other.draining for other in self.groups):
             return TOO_LONG
         self._requests[request.key] = request

@@ -321,6 +321,20 @@ def test_room_that_comes_later_is_used_by_a_draining_group() -> None:
     assert harness.outputs[1] == [7] * 30
 
 
+def test_who_leaves_a_draining_group_for_one_that_is_lost_meanwhile_ends_in_place() -> None:
+    harness = Harness()
+    harness.submit(1, max_tokens=30)
+    draining = harness.groups[0]
+    harness.compute(draining, 1)
+    other = harness.add_group()
+    harness.scheduler.drain_group(draining, harness.now)
+    assert all(request.leaving for request in draining.running())
+    harness.lose(other)
+    harness.finish(draining)
+    assert harness.ends == {(1, 1): Finished(pb.FINISH_REASON_LENGTH)}
+    assert harness.outputs[1] == [7] * 30
+
+
 def test_a_paused_scheduler_sends_no_plans_and_takes_what_comes() -> None:
     harness = Harness()
     harness.submit(1, max_tokens=9)
