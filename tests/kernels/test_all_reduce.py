@@ -32,7 +32,9 @@ DEADLINE_S = 60.0
 
 
 def shared(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    return torch.zeros(shape, dtype=dtype).share_memory_()
+    x = torch.zeros(shape, dtype=dtype)
+    x.share_memory_()
+    return x
 
 
 def run(size: int, rank_main: Callable[[Peers], None], first_epoch: int = 0) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from services.worker.distributed.board import Mark
+from services.worker.distributed.sums import Sums
 from services.worker.engine.interface import LAUNCH_AHEAD, Facts, Flight, Memory
 from services.worker.messages import MAX_PACKET_BYTES, Done, Message, ResetDone, decode, socket_pair
 from services.worker.rank import Loop, Reporter
@@ -43,6 +44,7 @@ class SlowEngine:
 
     facts: Facts = field(default_factory=lambda: Facts(2, 16, 100, (2,)))
     memory: Memory = field(default_factory=lambda: Memory(0, 0))
+    sums: Sums = field(default_factory=Sums)
     events: list[str] = field(default_factory=list)
     launched: int = 0
 
