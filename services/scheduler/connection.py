@@ -26,6 +26,7 @@ FIRST_DELAY_S, LAST_DELAY_S = 0.1, 1.0  # between attempts to reach a worker
 STABLE_S = 5.0  # a stream that lasted this long makes the next delay the first again
 DESCRIBE_S = 5.0
 FILES_S = 60.0
+MAX_GROUPS = 1024  # of a worker
 OVERDUE_FACTOR = 12  # estimates of a plan: the worker itself allows 10, and then says what hangs
 
 # (name, limits, highest slot epoch, send, wake, health)
@@ -110,10 +111,15 @@ class Worker:
             with grpc_errors():
                 answer = await stub.Describe(pb.ExecutionDescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=DESCRIBE_S)
             check_version(answer.protocol_version, "the worker")
+            if len(answer.groups) > MAX_GROUPS:
+                raise ProtocolError(f"refused: {len(answer.groups)} groups are more than {MAX_GROUPS}")
         except LockstepError as error:
             self._tell("", str(error))
             return False
-        self._told.pop("", None)
+        names = {described.name for described in answer.groups}
+        for known in (self._told, self._health):
+            for name in known.keys() - names - self._streams.keys():
+                del known[name]
         for described in answer.groups:
             if described.name in self._streams:
                 continue

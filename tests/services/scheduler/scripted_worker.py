@@ -25,6 +25,7 @@ class ScriptedWorker(ExecutionServicer):
     def __init__(self, limits: Limits = LIMITS, fingerprint: str = "abc", step_s: float = 0.0005, name: str = "group-0") -> None:
         self.limits, self.fingerprint, self.step_s, self.name = limits, fingerprint, step_s, name
         self.ready = True
+        self.groups = 1  # that it tells of
         self.sick = False  # every row fails
         self.welcoming = True  # else a hello is followed by heartbeats alone
         self.silent = False  # sends nothing, heartbeats included
@@ -62,7 +63,7 @@ class ScriptedWorker(ExecutionServicer):
             highest_epoch=epoch,
             highest_stream=stream,
         )
-        return pb.ExecutionDescribeResponse(protocol_version=PROTOCOL_VERSION, groups=[group])
+        return pb.ExecutionDescribeResponse(protocol_version=PROTOCOL_VERSION, groups=[group] * self.groups)
 
     async def Files(
         self, request: pb.ExecutionFilesRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from services.scheduler import health, stream
 from services.scheduler.__main__ import serve
+from services.scheduler.connection import MAX_GROUPS
 from services.scheduler.health import MAX_FAILURES
 from services.scheduler.history import History
 from services.scheduler.leadership import Leadership, NoLease, SteppedDown
@@ -316,6 +317,16 @@ async def test_a_result_that_cannot_be_ends_the_stream(tmp_path: Path, plan: int
         await eventually_async(lambda: len(worker.hellos) == 2)
         client.submit(submit(1, [2], 3))
         assert (await client.ended(1)).ids == expected([2], 3)
+
+
+async def test_a_worker_of_too_many_groups_is_refused(tmp_path: Path) -> None:
+    worker = ScriptedWorker()
+    worker.groups = MAX_GROUPS + 1
+    async with serving(worker), scheduling(tmp_path, worker, ready=False):
+        await eventually_async(lambda: worker.described_ready > 1)  # it is asked again
+        assert not worker.hellos
+        worker.groups = 1
+        await groups_ready(tmp_path, 1)
 
 
 async def test_a_worker_that_lives_and_never_welcomes_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
