@@ -38,7 +38,9 @@ FOREIGN: Mapping[str, Neutral] = {
     **_all("num_beams num_beam_groups beam_width length_penalty", 1),
     **_all("diversity_penalty beam_search_diversity_rate", 0),
     # How long it is, and what of it is told
-    **_all("max_new_tokens max_length min_new_tokens min_length n_predict num_predict t_max_predict_ms", -1),
+    **_all("max_new_tokens max_length n_predict num_predict t_max_predict_ms", -1),
+    **_all("min_new_tokens min_length", 0, -1),
+    **_all("ban_eos_token", False),
     **_all("enable_thinking thinking thinking_budget thinking_token_budget max_reasoning_tokens"),
     **_all("include_stop_str_in_output no_stop_trim prompt_logprobs", False),
     **_all("include_reasoning separate_reasoning stream_reasoning", True),
@@ -68,6 +70,7 @@ HINTS = {
     "num_predict": "set max_tokens",
     "min_new_tokens": "set min_tokens",
     "min_length": "set min_tokens",
+    "ban_eos_token": "set ignore_eos",
     "do_sample": "set temperature to 0",
     "repeat_penalty": "set repetition_penalty",
     "rep_pen": "set repetition_penalty",
