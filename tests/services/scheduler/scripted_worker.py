@@ -35,6 +35,7 @@ class ScriptedWorker(ExecutionServicer):
         self.goodbyes: list[str] = []
         self.received = 0  # plans
         self.plans = 0  # computed
+        self.last_plan: int | None = None  # of these, after which it clears `running`
         self.prefills: list[int] = []  # rows with a prompt of each of them
         self.described_ready = 0  # times that Describe said so
         self.slot_epoch = 7
@@ -129,6 +130,8 @@ class ScriptedWorker(ExecutionServicer):
             result = device.run(plan)
             end = time.monotonic()
             self.plans += 1
+            if self.plans == self.last_plan:
+                self.running.clear()
             self.prefills.append(len(plan.prefill_slots))
             self.slot_epoch = max(slot.epoch for slot in device.slots)
             message = pb.PlanResult(
