@@ -11,6 +11,8 @@ ENGINE ?= docker
 TAG ?= dev
 # Tests of one file stay together, in order. Those marked as timed must not share the machine with others.
 TEST_PROCESSES ?= 2
+# Seconds of a test that names none: it may have to install a browser first, or to wait for another that does.
+SYSTEM_TIMEOUT_S := 300
 TEST_ROOM := tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster
 TARGETS ?= gateway scheduler worker worker-cpu
 CUDA_TORCH := $(shell sed -n 's/^ARG CUDA_TORCH=//p' Dockerfile)
@@ -88,7 +90,7 @@ test: .venv/stamp ## Run every test that needs nothing but Python packages
 	@$(BIN)/python -m pytest $(TEST_ROOM) -m timed
 
 test-system: .venv/stamp ## Run the tests that need root, Debian packages or a registry
-	@$(BIN)/python -m pytest tests/system
+	@$(BIN)/python -m pytest tests/system --timeout=$(SYSTEM_TIMEOUT_S) --numprocesses=$(TEST_PROCESSES) --dist=loadfile
 
 test-gpu: .venv/stamp ## Run the tests that need GPUs
 	@$(BIN)/python -m pytest tests/gpu
