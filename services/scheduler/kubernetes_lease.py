@@ -52,9 +52,10 @@ class KubernetesLease:
                 else:  # nobody, or one before us at our own address
                     gone = True
                 if gone and await self._write(lease, _epoch(lease) + 1, address):
+                    self._told = ""  # what we waited for is over, and no news for `hold`
                     return self._epoch
             except UNREACHABLE as error:
-                self._tell(f"waiting for the API server: {_line(error)}")
+                self._tell("waiting for the API server", error)
             await asyncio.sleep(self._renewal_s / 4)
 
     async def raise_epoch(self, epoch: int) -> None:
@@ -77,7 +78,7 @@ class KubernetesLease:
                 await self._write(lease, self._epoch, self._address)
                 self._tell("")
             except UNREACHABLE as error:  # no reason to step down: nobody else can have it
-                self._tell(f"the lease cannot be renewed, we lead on: {_line(error)}")
+                self._tell("the lease cannot be renewed, we lead on", error)
 
     async def release(self) -> None:
         try:
@@ -132,10 +133,11 @@ class KubernetesLease:
         self._epoch = max(self._epoch, epoch)  # it may have risen while we wrote
         return True
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, cause: BaseException | None = None) -> None:
+        """Once, whatever causes follow the first: those of an API server that is away take turns."""
         if what != self._told:
             self._told = what
-            logger.info("%s", what or "the lease is renewed again")
+            logger.info("%s%s", what or "the lease is renewed again", f": {_line(cause)}" if cause else "")
 
 
 def _version(lease: client.V1Lease | None) -> str | None:
