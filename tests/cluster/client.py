@@ -82,7 +82,8 @@ class Client:
                 try:
                     yield running
                 finally:
-                    self._release.kubectl("exec", NAME, "--", "touch", until)
+                    if not once:
+                        self._release.kubectl("exec", NAME, "--", "touch", until)
                 running.result = _last(process.stdout, process.stderr)
             finally:
                 process.kill()
