@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -12,7 +12,7 @@ from services.worker.distributed.rendezvous import rank_name, ranks_of
 from services.worker.messages import Ended, Failed, Loading, Message, Ready, encode
 from services.worker.metrics import WorkerMetrics
 from services.worker.nodes import agreed, silence_s
-from services.worker.ranks import GroupFailed, LocalRanks, Ranks, Startup
+from services.worker.ranks import GroupFailed, LocalRanks, Startup
 from services.worker.ring import Kind, RingFull
 from services.worker.settings import WorkerSettings
 from services.worker.weights.folder import ModelFolder
@@ -123,7 +123,7 @@ class Follower:
             self._advance(rank, "starting ranks", 0.0)
         async for response in received(responses, "the leader", silence_s(self.settings)):
             for entry in response.entries.entries:
-                await written(ranks, Kind(entry.kind), entry.plan, entry.payload)
+                await written(ranks.write, Kind(entry.kind), entry.plan, entry.payload)
             if response.HasField("stacks"):
                 ranks.print_stacks()
         raise StreamEnded("the leader has ended the group")
@@ -155,11 +155,11 @@ class Follower:
             self._failed.set_exception(error)
 
 
-async def written(ranks: Ranks, kind: Kind, plan: int, payload: bytes) -> None:
+async def written(write: Callable[[Kind, int, bytes], None], kind: Kind, plan: int, payload: bytes) -> None:
     """Waits for room in the ring: meanwhile nothing more is read of the stream, which the leader bounds."""
     while True:
         try:
-            ranks.write(kind, plan, payload)
+            write(kind, plan, payload)
         except RingFull:
             await asyncio.sleep(ROOM_EVERY_S)
         else:
