@@ -29,7 +29,6 @@ from kernels.rms_norm import add_rms_norm_torch
 
 BLOCKS = tl.constexpr(64)  # programs of a launch at most: all of them run at a time, or ranks would wait for what cannot start
 LINE_BYTES = tl.constexpr(64)  # of signals: a word for each rank
-MAX_RANKS = LINE_BYTES.value // 4
 WORDS = tl.constexpr(4096)  # that a program sends flagged
 CHUNK_BYTES = tl.constexpr(1 << 17)  # that a program sends otherwise
 TILE = 4096  # elements that a program has in flight
@@ -57,6 +56,7 @@ WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
     4: ((1 << 16, Way.FLAGGED), (1 << 19, Way.ONE_SHOT), (1 << 21, Way.TWO_SHOT)),
     8: ((1 << 15, Way.FLAGGED), (1 << 17, Way.ONE_SHOT), (1 << 20, Way.TWO_SHOT)),
 }
+MAX_RANKS = max(WAYS)
 NORM_BYTES = {2: 1 << 18, 4: 1 << 17, 8: 1 << 16}  # by ranks: up to so many bytes the norm is fused with the sum
 
 

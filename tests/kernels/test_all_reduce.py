@@ -130,7 +130,7 @@ def test_what_no_mailbox_takes_is_for_the_library() -> None:
         torch.zeros(64)[1:],
     ]
     assert [way_of(each, 2) for each in others] == [None] * len(others)
-    assert way_of(torch.zeros(64), MAX_RANKS) is None
+    assert way_of(torch.zeros(64), MAX_RANKS + 1) is None
 
 
 def test_the_norm_is_fused_for_rows_that_programs_can_hold() -> None:
@@ -149,5 +149,5 @@ def test_refusals() -> None:
     x, peers = torch.zeros(2, 8), Peers(0, 2, torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"residual must be a contiguous torch\.float32, got torch\.float32 with strides"):
         all_reduce_add_rms_norm(x, torch.zeros(8, 2).T, torch.zeros(8), EPS, peers)
-    with pytest.raises(ValueError, match="at most 16 ranks"):
-        mailbox_bytes(17)
+    with pytest.raises(ValueError, match="at most 8 ranks share memory, got 9"):
+        mailbox_bytes(9)
