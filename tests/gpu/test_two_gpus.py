@@ -25,13 +25,14 @@ from tests.gpu.test_services import SETTINGS, check_equal, model
 from tests.gpu.test_services import prompts as many_prompts
 from tests.services.worker.client import Worker, describe, execution
 from tests.services.worker.distributed.test_groups import SIZES, burst, ended, prefill, tokens
-from tests.services.worker.models.checkpoints import MAKERS
 from tests.services.worker.models.group import Group, Job, Local
 from tests.tiny import weightless_model
 
 __all__ = ["model"]  # a fixture
 pytestmark = pytest.mark.gpus(2)
 
+# One of each; tests/gpu/test_models.py has all variants, on one GPU.
+FAMILIES = ("llama-biased", "qwen2", "qwen3", "qwen3-moe", "mistral", "mistral3", "mixtral", "ministral3")
 RESTARTS = 10
 START_S = 200.0  # the first one compiles
 BURSTS = 3
@@ -74,7 +75,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Group
         each.close()
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_float32_logits_of_two_gpus_equal_transformers(checkpoint: Checkpoint, groups: dict[int, Any], name: str) -> None:
     for asked, count, chunk in ((SHORT_AND_LONG, 16, 1000), (prompts(300, 31), 2, 16)):
         outcome, other = groups[2].run(Job(checkpoint(name), asked, count, chunk, spec=spec()))
@@ -82,7 +83,7 @@ def test_float32_logits_of_two_gpus_equal_transformers(checkpoint: Checkpoint, g
         check_float32(checkpoint(name), asked, outcome)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_logits_of_two_gpus_are_near_those_of_one(smooth_checkpoint: Checkpoint, groups: dict[int, Any], name: str) -> None:
     """Greedy tokens are equal up to the first place where the two likeliest are nearer than the two runs are."""
     job = Job(smooth_checkpoint(name), SHORT_AND_LONG, 16, spec=spec(dtype="bfloat16"))
