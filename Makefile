@@ -17,8 +17,10 @@ TEST_ROOM := tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/clust
 TARGETS ?= gateway scheduler worker worker-cpu
 CUDA_TORCH := $(shell sed -n 's/^ARG CUDA_TORCH=//p' Dockerfile)
 PIP := $(PYTHON) -m pip --disable-pip-version-check
+# Wheels are built for one of many versions of glibc, and the base of the images has 2.34 or later; the first that is found is taken.
+PLATFORMS := $(patsubst %,manylinux_2_%_x86_64,$(shell seq 34 -1 5)) manylinux2014_x86_64 any
 DOWNLOAD := $(PIP) download --quiet --only-binary=:all: --find-links dist/wheels --python-version $(IMAGE_PYTHON) \
-	--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any
+	$(PLATFORMS:%=--platform %)
 # Where `make proto` writes; tests/test_repository.py compares a copy elsewhere with what is committed.
 STUBS ?= .
 # What `make lint` compares the contracts with: the last commit, or, when nothing has changed since, the one before their last change.
