@@ -13,6 +13,7 @@ from shared.protocol.plan import Int32s, Limits, Plan, PlanFlag, RowFlag
 
 MAX_ADMISSIONS = 256  # of one plan: 32 KB
 MAX_PLAN_BIASES = 2048  # of one plan: 32 KB
+ENOUGH_CACHED_PAGES = 8192  # of those admitted with one plan, 96 KB: whoever comes after them, however many they are, comes with the next
 _SAMPLE, _SCORE = int(RowFlag.SAMPLE), int(RowFlag.SCORE)  # plain: numpy takes ten times as long with an enum
 _NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
@@ -198,7 +199,9 @@ class Planner:
 
     def _admit(self, most_tokens: int | None, plan: Plan, admitted: list[int]) -> int | None:
         """Admits the next request with this plan, notes its slot in `admitted` and returns it; see `Admissions.next`."""
-        found = self._admissions.next(most_tokens) if len(admitted) < MAX_ADMISSIONS else None
+        if len(admitted) >= MAX_ADMISSIONS or len(plan.grant_slots) >= ENOUGH_CACHED_PAGES:
+            return None
+        found = self._admissions.next(most_tokens)
         if found is None:
             return None
         request, ids = found

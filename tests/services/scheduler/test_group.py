@@ -14,7 +14,7 @@ from services.scheduler.results import FAILED, STOPPED_EARLY
 from services.scheduler.steps import StepResult
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH
-from shared.protocol.plan import FAILED_ROW, NO_STOP_ID, NO_TOKEN, Limits, Plan, SlotFlag
+from shared.protocol.plan import FAILED_ROW, MAX_PLAN_BYTES, NO_STOP_ID, NO_TOKEN, Limits, Plan, SlotFlag, encode
 from tests.services.scheduler.build import METRICS, make_request
 from tests.services.scheduler.device import Device
 
@@ -137,6 +137,24 @@ def test_admission_takes_pages_for_the_prompt_and_one_more() -> None:
     assert [len(request.output) for request in (first, second, third)] == [17] * 3
     assert first.preemptions == 0  # the oldest never gives way
     assert second.preemptions + third.preemptions >= 1
+
+
+def test_requests_of_one_long_cached_prefix_that_come_together_fit_into_plans() -> None:
+    """Each admission names all the pages that it need not compute: those of 100 are more than a plan may carry."""
+    limits = replace(LIMITS, slots=100, pages=2_000, max_length=5_000, max_step_tokens=1_024)
+    harness = Harness(limits, max_step_tokens=1_024)
+    prefix = [token % limits.vocab_size for token in range(4_096)]
+    harness.submit(1, prefix, 1)
+    harness.finish()
+    assert 100 * len(prefix) // limits.page_size * 12 > MAX_PLAN_BYTES
+    requests = [make_request(number, [*prefix, 3], 2) for number in range(2, 102)]
+    for request in requests:
+        harness.group.submit(request, 0.0, followed=True)
+    harness.group.on_time(0.0)
+    harness.finish()
+    assert all(len(encode(plan)) <= MAX_PLAN_BYTES for plan in harness.plans)
+    assert {request.end for request in requests} == {Finished(FINISH_REASON_LENGTH)}
+    assert {request.cached_tokens for request in requests} == {len(prefix)}
 
 
 def test_cancel_tells_the_device_and_frees_all_once_the_plans_have_passed() -> None:
