@@ -43,10 +43,11 @@ class _Timed(Group):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self.spent_us = 0.0
 
-    def on_result(self, result: StepResult, now: float) -> None:
+    def on_result(self, result: StepResult, now: float) -> bool:
         start = time.thread_time_ns()
-        super().on_result(result, now)
+        has_token = super().on_result(result, now)
         self.spent_us += (time.thread_time_ns() - start) / 1e3
+        return has_token
 
 
 def planning(plans: int = 1_000, repeats: int = 5) -> Report:

@@ -175,12 +175,12 @@ class Group:
             self.occupancy.retire(request.slot, end, release=True)
         self._advance(now)
 
-    def on_result(self, result: StepResult, now: float) -> None:
-        """Takes the result of an outstanding plan. Raises ProtocolError when it cannot be that."""
+    def on_result(self, result: StepResult, now: float) -> bool:
+        """Takes the result of an outstanding plan. Returns whether it has a token. Raises ProtocolError when it cannot be that."""
         plan = self._outstanding.get(result.plan_id)
         if plan is None:
             raise ProtocolError(f"a result for plan {result.plan_id}, which is not outstanding")
-        extremes = plan.check(result, self.limits.vocab_size)
+        extremes = _, greatest = plan.check(result, self.limits.vocab_size)
         self.occupancy.now = now
         self._queued_us -= plan.estimate_us
         self._jumping_us -= plan.estimate_us * plan.jumps
@@ -192,6 +192,7 @@ class Group:
             self._gathering.on_result(self._queued_us, self.lead.round_trip_us, now)
             self.occupancy.finalise_passed()
         self._advance(now)
+        return greatest >= 0
 
     def _learn(self, result: StepResult, plan: Outstanding, now: float) -> None:
         """What its times tell, for later plans and for the metrics."""

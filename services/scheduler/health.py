@@ -26,7 +26,7 @@ class Health:
         return not self.is_well and now >= self.ejected_until
 
     def succeed(self) -> None:
-        """It has computed something."""
+        """It has computed a token: a part of a prompt, which has none, may be all that it can."""
         self.failures = self.ejections = 0
 
     def fail(self, now: float) -> bool:

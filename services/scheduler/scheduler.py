@@ -165,16 +165,14 @@ class Scheduler:
     def on_result(self, group: Group, result: StepResult, now: float) -> None:
         """Takes what a group has computed, and judges it by that. Raises as `Group.on_result`."""
         failed_before = group.all_failed_results
-        group.on_result(result, now)
-        health = group.health
-        if group.all_failed_results > failed_before:
-            if health.fail(now):
-                self._tell_ejection(group)
-                self._relieve(group, now)
-        elif not group.all_failed_results:
+        has_token, health = group.on_result(result, now), group.health
+        if has_token:
             if not health.is_well:
                 logger.info("group %s computes again", group.name)
             health.succeed()
+        elif group.all_failed_results > failed_before and health.fail(now):
+            self._tell_ejection(group)
+            self._relieve(group, now)
 
     def remove_group(self, group: Group, now: float, *, overdue: bool = False) -> None:
         """A group is lost: its requests go on elsewhere, or wait for its return. overdue: it was given up, since it answered nothing."""

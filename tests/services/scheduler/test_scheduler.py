@@ -597,6 +597,27 @@ def test_a_group_that_was_given_up_gets_one_request_at_a_time_when_it_is_back() 
     assert back.load > 10
 
 
+def test_a_part_of_a_prompt_makes_no_group_well() -> None:
+    """One that hangs where tokens are sampled computes all chunks but the last."""
+    harness = Harness(groups=1)
+    health = Health()
+    hanging = harness.add_group(health=health)
+    harness.submit(1)
+    harness.submit(2)
+    harness.lose(hanging, overdue=True)
+    back = harness.add_group(health=health)
+    harness.now += FIRST_S
+    harness.submit(3, prompt=tuple(range(10, 40)))  # in two chunks
+    assert back.load == 1
+    harness.compute(back, 1)
+    assert not health.is_well
+    for number in range(4, 10):
+        harness.submit(number)
+        assert back.load == 1
+    harness.compute(back, 1)
+    assert health.is_well
+
+
 def test_a_group_whose_stream_breaks_again_and_again_before_it_has_computed_anything_is_ejected() -> None:
     harness = Harness(groups=1)
     health = Health()
