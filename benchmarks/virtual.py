@@ -24,14 +24,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_us = 0
-        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._due: list[tuple[int, int, Callable[[], object]]] = []
         self._numbers = count()
 
     @property
     def now_s(self) -> float:
         return self.now_us / 1e6
 
-    def after(self, delay_us: int, callback: Callable[[], None]) -> None:
+    def after(self, delay_us: int, callback: Callable[[], object]) -> None:
         heapq.heappush(self._due, (self.now_us + delay_us, next(self._numbers), callback))
 
     def run(self, until_us: int) -> None:
