@@ -1,8 +1,10 @@
 """One HTTP connection: uvicorn's, with the bounds on a request's head that it lacks, and errors in the shape of all others."""
 
 import asyncio
+import sys
 import uuid
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.gateway.errors import HeadTooLarge, InvalidRequest
@@ -15,10 +17,14 @@ class Connection(HttpToolsProtocol):
     """The parser joins the pieces of a header in time that grows with the square of its length: one without end would hold up everybody.
 
     A head has as long to come as an idle connection is kept.
+
+    A request may offer to go on in another protocol, as Java's client does with HTTP/2. Nobody takes that up, but the parser gives up the
+    body: such a request is read again without the offer.
     """
 
     _head_bytes = 0  # that came since the last head, piece of a body, or end
     _head_timer: asyncio.TimerHandle | None = None
+    _body_at: int | None = None  # of a request with such an offer: in the data that the parser has got
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -31,6 +37,11 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
         super().data_received(data)
+        rest = memoryview(data)
+        while self._body_at is not None:
+            rest, self._body_at = rest[self._body_at :], None
+            super().data_received(self._head_without_offer())
+            super().data_received(rest)  # type: ignore[arg-type]
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(HeadTooLarge(f"the head of your request has more than {MAX_HEAD_BYTES} bytes"))
 
@@ -43,6 +54,8 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
 
     def on_headers_complete(self) -> None:
+        if self._is_offer:
+            return
         self._stop_timer()
         self._head_bytes = 0
         super().on_headers_complete()
@@ -52,8 +65,25 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_offer:
+            return
         self._head_bytes = 0
         super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser has stopped behind the head."""
+        stopped = sys.exception()
+        if self._is_offer and isinstance(stopped, httptools.HttpParserUpgrade):
+            self._body_at = stopped.args[0]
+
+    @property
+    def _is_offer(self) -> bool:
+        """Whether the request could go on in another protocol; CONNECT must, and is refused."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_offer(self) -> bytes:
+        first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        return first + b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade") + b"\r\n"
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._give_up)

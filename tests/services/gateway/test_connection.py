@@ -140,3 +140,23 @@ async def test_a_client_that_takes_nothing_keeps_no_connection(start: Start, mon
         await eventually_async(lambda: not is_kept(), within_s=20)
     stack.says("hello")
     assert (await stack.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_a_request_that_offers_another_protocol_is_answered_in_this_one(stack: Stack, protocol: bytes) -> None:
+    """Java's HttpClient offers HTTP/2 with every request."""
+    stack.says("ab")
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 5}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+    head += b"HTTP2-Settings: AAEAAEAA\r\nUpgrade: %b\r\n" % protocol
+    asking = head + b"Content-Length: %d\r\n\r\n" % len(body)
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    last = GET + b"Connection: close\r\n\r\n"
+    reader, writer = await opened(stack)
+    for piece in (asking[:150], asking[150:], body[:10], body[10:] + chunked + asking + body + last):
+        writer.write(piece)
+        await asyncio.sleep(0.01)
+    answers = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+    writer.close()
+    assert [answer.split(b" ")[0] for answer in answers] == [b"200"] * 4
+    assert [b'"text":"ab"' in answer for answer in answers] == [True, True, True, False]
