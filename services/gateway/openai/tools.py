@@ -1,8 +1,9 @@
 """Tools in a request: what it may ask for, and what the chat template gets. `chat/tools.py` reads what the model makes of them."""
 
 import hashlib
-import json
 from typing import Any
+
+from pydantic_core import from_json
 
 from services.gateway.chat.output import Dialect
 from services.gateway.errors import InvalidRequest
@@ -64,7 +65,7 @@ def template_id(id_: str, dialect: Dialect) -> str:
 
 def _template_call(call: ToolCall, dialect: Dialect) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = from_json(call.function.arguments, allow_inf_nan=False)  # which bounds their depth, and takes no half characters
     except ValueError:  # a model may have written anything: then as it wrote it
         arguments = call.function.arguments
     return {"id": template_id(call.id, dialect), "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

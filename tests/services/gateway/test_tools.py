@@ -135,6 +135,17 @@ async def test_tool_11_an_answer_goes_back_as_it_came(stack: Stack) -> None:
     assert_error(await stack.chat(messages=[question, message, question]), 400, "messages[2]", None)
 
 
+@pytest.mark.parametrize("written", ["", "{", "[" * 1500, "[" * 900 + "]" * 900, '{"a": "\\ud800"}', '{"a": NaN}'])
+async def test_arguments_that_cannot_be_read_go_back_as_they_were_written(stack: Stack, written: str) -> None:
+    stack.says("ok")
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": written}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "1"}
+    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    answer = await stack.chat(tools=TOOLS, messages=asked)
+    assert answer.status_code == 200, answer.text
+    assert f'"arguments": {json.dumps(written)}}}' in decoded(stack)
+
+
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "response_format", "unsupported_value"),
