@@ -78,7 +78,11 @@ def _check_structure(data: bytes) -> None:
 
 def parse(schema: type[B], data: bytes) -> B:
     """The request in a body. Raises InvalidRequest naming the first fault."""
-    value = parse_json(data)
+    return checked(schema, parse_json(data))
+
+
+def checked(schema: type[B], value: dict[str, Any]) -> B:
+    """The same of a body that is parsed already."""
     if schema.prompt_field:
         refuse_foreign(value, schema.prompt_field)
     try:
@@ -119,9 +123,10 @@ def completion_request(data: bytes) -> CompletionRequest:
 
 def tokenize_request(data: bytes) -> TokenizeRequest | TokenizeChatRequest:
     """A body of POST /tokenize: of a prompt or of messages. Raises InvalidRequest."""
-    if "messages" not in parse_json(data):
-        return parse(TokenizeRequest, data)
-    body = parse(TokenizeChatRequest, data)
+    value = parse_json(data)  # once: it holds up others
+    if value.get("messages") is None:
+        return checked(TokenizeRequest, value)
+    body = checked(TokenizeChatRequest, value)
     _check_conversation(body)
     return body
 

@@ -9,7 +9,7 @@ HI = [{"role": "user", "content": "hi <|im_end|>"}]
 
 async def test_tokenize_and_detokenize(stack: Stack) -> None:
     ids = stack.encode("hello, world")
-    for fields in ({}, {"model": "org/tiny"}, {"add_special_tokens": False}):
+    for fields in ({}, {"model": "org/tiny", "messages": None}, {"add_special_tokens": False}):
         answer = (await stack.http.post("/tokenize", json={"prompt": "hello, world", **fields})).json()
         assert answer == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": None}
     named = (await stack.http.post("/tokenize", json={"prompt": "hello, world", "return_token_strs": True})).json()
