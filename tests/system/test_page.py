@@ -1,5 +1,6 @@
 """The page at /, in a real headless Chromium."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -108,6 +109,22 @@ def test_an_answer_can_be_stopped_and_the_status_shows_it(page: Page, stack: Sta
     expect(page.locator("#running")).to_have_text("0")
     expect(page.get_by_role("button", name="Stop")).to_be_disabled()
     expect(page.locator("#messages li.error")).to_have_count(0)
+
+
+def test_a_new_chat_knows_nothing_of_an_answer_that_it_has_cut(page: Page) -> None:
+    page.get_by_label("Seed").fill(str(SLOW_SEED))
+    page.get_by_label("Message", exact=True).fill("hi")
+    page.keyboard.press("Enter")
+    expect(page.locator("#messages li.assistant")).not_to_be_empty()
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    page.get_by_label("Seed").fill("1")
+    page.get_by_label("Message", exact=True).fill("What is the capital of France?")
+    with page.expect_request("**/v1/chat/completions") as request:
+        page.keyboard.press("Enter")
+    body = json.loads(request.value.post_data or "")
+    assert [message["role"] for message in body["messages"]] == ["user"]
+    expect(page.locator("#messages li.assistant")).to_have_text(ANSWER)
 
 
 def test_errors_are_shown_as_they_are_told(page: Page) -> None:

@@ -78,7 +78,8 @@ async function send(submitted) {
   if (running || !text.trim()) return;
   $("prompt").value = "";
   $("figures").textContent = "";
-  messages.push({ role: "user", content: text });
+  const conversation = messages; // which "New chat" may exchange before the answer ends
+  conversation.push({ role: "user", content: text });
   show("user", text);
   const shown = show("assistant");
   shown.item.classList.add("busy");
@@ -91,8 +92,8 @@ async function send(submitted) {
     if (error.name !== "AbortError") show("error", error.message);
   } finally {
     shown.item.classList.remove("busy");
-    if (shown.content.textContent) messages.push({ role: "assistant", content: shown.content.textContent });
-    else messages.pop(); // nothing was answered: the message may be sent again
+    if (shown.content.textContent) conversation.push({ role: "assistant", content: shown.content.textContent });
+    else conversation.pop(); // nothing was answered: the message may be sent again
     if (!shown.item.textContent) shown.item.remove();
     running = null;
     $("send").disabled = false;
