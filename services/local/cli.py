@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from services.local.child import environment
 from services.local.launcher import ChildEnded, Launcher, Options
 from services.local.support_bundle import make
 from shared.command import exit_status
@@ -108,7 +109,7 @@ def key(arguments: typer.Context) -> int:
 
 def _program(module: str, arguments: typer.Context) -> int:
     """The exit status of a program of another service, which nothing here imports."""
-    return subprocess.run([sys.executable, "-m", module, *arguments.args], check=False).returncode
+    return subprocess.run([sys.executable, "-m", module, *arguments.args], env=environment(), check=False).returncode
 
 
 @app.command(name="support-bundle")

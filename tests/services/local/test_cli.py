@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +38,9 @@ def test_version(launch: Callable[..., Launched]) -> None:
     assert launched.output.strip() == importlib.metadata.version("lockstep")
 
 
-def test_a_key_is_made_by_the_gateways_own_program(launch: Callable[..., Launched]) -> None:
+def test_a_key_is_made_by_the_gateways_own_program(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()  # a folder of the user's that happens to be called so
+    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('not ours')")
     launched = launch("key", "alice", "--file", "keys.json", "--requests-per-minute", "7")
     assert launched.end() == 0
     assert launched.output.startswith("sk-")
