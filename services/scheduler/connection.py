@@ -13,7 +13,7 @@ from services.scheduler.leadership import Leadership
 from services.scheduler.model import Model
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.stream import ExecuteStream, grpc_errors, limits_of, step_result
-from shared.errors import LockstepError, ProtocolError
+from shared.errors import ConfigError, LockstepError, ProtocolError
 from shared.protocol import execution_pb2 as pb
 from shared.protocol import files
 from shared.protocol.execution_pb2_grpc import ExecutionStub
@@ -63,35 +63,44 @@ class Worker:
         self._health: dict[str, Health] = {}  # by group, whatever becomes of its streams
         self._scheduler, self._leadership, self._make_group = scheduler, leadership, make_group
         self._plan_deadline_s = plan_deadline_s
+        self._delay_s = FIRST_DELAY_S
         self._on_change = on_change
         self._streams: dict[str, asyncio.Task[None]] = {}  # by group
         self._told: dict[str, str] = {}  # the last thing logged of the worker ("") and of each group
 
     async def run(self) -> None:
         """Until cancelled, or until the last stream of a worker that leaves, or is not listed any more, has ended."""
-        delay_s = FIRST_DELAY_S
         try:
             while True:
-                async with channel(self._target, self._tls, self._name) as opened:
-                    stub = ExecutionStub(opened)
-                    all_open = await self._open_streams(stub)
-                    while self._streams:  # of a worker that is gone the next connection is a new one, with certificates read anew
-                        if all_open:
-                            opened_at = time.monotonic()
-                            await asyncio.wait(self._streams.values(), return_when=asyncio.FIRST_COMPLETED)
-                            if time.monotonic() - opened_at > STABLE_S:
-                                delay_s = FIRST_DELAY_S
-                        await asyncio.sleep(delay_s)
-                        delay_s = min(delay_s * 1.5, LAST_DELAY_S)
-                        all_open = await self._open_streams(stub)
+                try:
+                    async with channel(self._target, self._tls, self._name) as opened:
+                        await self._keep_streams(ExecutionStub(opened))
+                except ConfigError as error:  # certificates that are being renewed: streams to other workers go on
+                    self._tell("", str(error), logging.WARNING)
                 if self.leaving or not self.listed:
                     return
-                await asyncio.sleep(delay_s)
-                delay_s = min(delay_s * 1.5, LAST_DELAY_S)
+                await self._pause()
         finally:
             for task in self._streams.values():
                 task.cancel()
             await asyncio.gather(*self._streams.values(), return_exceptions=True)
+
+    async def _keep_streams(self, stub: ExecutionStub) -> None:
+        """Until there is none: of a worker that is gone the next connection is a new one, with certificates read anew."""
+        all_open = await self._open_streams(stub)
+        while self._streams:
+            if all_open:
+                opened_at = time.monotonic()
+                await asyncio.wait(self._streams.values(), return_when=asyncio.FIRST_COMPLETED)
+                if time.monotonic() - opened_at > STABLE_S:
+                    self._delay_s = FIRST_DELAY_S
+            await self._pause()
+            all_open = await self._open_streams(stub)
+
+    async def _pause(self) -> None:
+        """Before the next attempt, each time longer."""
+        await asyncio.sleep(self._delay_s)
+        self._delay_s = min(self._delay_s * 1.5, LAST_DELAY_S)
 
     def leave(self) -> None:
         """Its pod is about to stop: no new requests, and those that it has move where there is room."""

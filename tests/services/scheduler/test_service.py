@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
@@ -32,6 +33,7 @@ from shared.protocol.generation_pb2_grpc import GenerationStub, add_GenerationSe
 from shared.protocol.submits import MAX_SUBMITS
 from shared.rpc import PROTOCOL_VERSION, SERVER_OPTIONS, StreamEnded, channel, start_server
 from shared.settings import load
+from tests.certificates import write_certificates
 from tests.exposition import samples
 from tests.processes import eventually_async
 from tests.services.scheduler.device import EOS, next_token
@@ -516,6 +518,13 @@ async def test_who_has_ended_its_sessions_begins_none_any_more() -> None:
             await describe(target)
     finally:
         await server.stop(None)
+
+
+async def test_a_leader_outlives_certificates_that_are_away_for_a_moment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_certificates(tmp_path / "tls", trustme.CA(), "127.0.0.1")
+    async with serving(ScriptedWorker()) as worker, scheduling(tmp_path, worker, ready=False, tls_folder=folder):  # which has none itself
+        (folder / "tls.crt").rename(tmp_path / "tls.crt")
+        await eventually_async(lambda: "tls.crt cannot be read" in caplog.text)
 
 
 async def test_another_model_is_refused(tmp_path: Path) -> None:
