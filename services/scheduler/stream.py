@@ -19,6 +19,7 @@ WELCOME_S = 30.0  # ranks end what they compute before they reset their slots
 GOODBYE_S = 1.0  # for the worker to end its side
 MAX_PAGE_TABLE = 1 << 28  # entries: slots x pages of a slot
 MAX_VOCABULARY = 1 << 24  # ids: four bytes each
+MAX_SLOT_PAGES = 1 << 16  # of a request: when all are cached its admission names them all, in 768 KB of a plan
 MAX_PAGES = 1 << 24  # of a group: their books are made at once, 0.4 s for so many, and other groups wait meanwhile
 
 
@@ -96,7 +97,7 @@ def grpc_errors() -> Iterator[None]:
 
 
 def limits_of(described: pb.WorkerGroup) -> Limits:
-    """Raises ProtocolError when nothing could run within them, or the books would not fit into memory."""
+    """Raises ProtocolError when nothing could run within them, the books would not fit into memory, or a request not into a plan."""
     limits = Limits(
         slots=described.slots,
         pages=described.pages,
@@ -114,6 +115,8 @@ def limits_of(described: pb.WorkerGroup) -> Limits:
         raise ProtocolError(f"refused: a vocabulary of {limits.vocab_size} ids is larger than {MAX_VOCABULARY}")
     if limits.slots * limits.pages_per_slot > MAX_PAGE_TABLE:
         raise ProtocolError(f"refused: {limits.slots} slots of {limits.pages_per_slot} pages are more than {MAX_PAGE_TABLE} entries")
+    if min(limits.pages_per_slot, limits.pages - 1) > MAX_SLOT_PAGES:
+        raise ProtocolError(f"refused: a request may have more than {MAX_SLOT_PAGES} pages: give the worker a larger --page-size")
     return limits
 
 
