@@ -16,6 +16,7 @@ class Health:
         self.failures = 0  # in a row: results in which every row failed, streams that broke while plans were on their way
         self.ejections = 0  # since it was well
         self.ejected_until = 0.0  # the last of them, on the clock of `now`
+        self._ejected_s = 0.0  # for so long
 
     @property
     def is_well(self) -> bool:
@@ -28,6 +29,7 @@ class Health:
     def succeed(self) -> None:
         """It has computed a token: a part of a prompt, which has none, may be all that it can."""
         self.failures = self.ejections = 0
+        self._ejected_s = 0.0
 
     def fail(self, now: float) -> bool:
         """Returns whether it is ejected for that. What had been on its way when it was ejected before tells nothing new."""
@@ -38,5 +40,6 @@ class Health:
         return ejected
 
     def eject(self, now: float) -> None:
-        self.ejected_until = now + min(FIRST_S * 2**self.ejections, LAST_S)
+        self._ejected_s = min(max(2 * self._ejected_s, FIRST_S), LAST_S)
+        self.ejected_until = now + self._ejected_s
         self.ejections += 1
