@@ -139,6 +139,14 @@ def test_the_lease_names_the_leader_and_is_renewed(running: Release) -> None:
         assert answer.startswith("yes" if allowed else "no"), (verb, kind)
 
 
+def test_the_trial_that_deletes_a_worker_passes(running: Release) -> None:
+    running.deploy(**VALUES, tests__moveEnabled=True)
+    before = uids(running, "worker")
+    assert running.trials() == 4
+    assert uids(running, "worker") - before
+    running.all_there()
+
+
 def test_gateways_come_with_the_load_and_answer(running: Release, client: Client, served: Callable[[str], bool]) -> None:
     if not served("/apis/metrics.k8s.io/v1beta1/nodes"):
         pytest.skip("the cluster serves no metrics.k8s.io: without metrics-server nothing scales by CPU")

@@ -19,6 +19,18 @@
 {{- add (mul $probe.periodSeconds $probe.failureThreshold) 600 -}}
 {{- end -}}
 
+{{- /* (dict "root" $ "component" "gateway" "kind" "Deployment" "settings" .Values.gateway). What is scaled keeps the number that it has:
+one that is left out where it was given before begins anew at 1. `helm template` knows no number. */ -}}
+{{- define "lockstep.replicas" -}}
+{{- if not .settings.autoscaling.enabled -}}
+replicas: {{ .settings.replicas }}
+{{- else -}}
+{{- with lookup "apps/v1" .kind .root.Release.Namespace (include "lockstep.name" .) -}}
+replicas: {{ .spec.replicas }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "lockstep.podMetadata" -}}
 {{- $ports := include "lockstep.ports" .component | fromJsonArray -}}
 metadata:
