@@ -114,6 +114,8 @@ class GenerationService(GenerationServicer):
         session.outbox.put(
             pb.GenerationSessionResponse(welcome=pb.SessionWelcome(protocol_version=PROTOCOL_VERSION, epoch=self.leadership.epoch))
         )
+        if self._stopping:  # since it was let in
+            session.end()
         return session
 
     async def _read(self, messages: Messages, session: GatewaySession) -> None:

@@ -497,8 +497,9 @@ async def test_a_stop_ends_sessions_in_good_order(tmp_path: Path) -> None:
         assert not answer.ended  # the next scheduler goes on with it
 
 
-async def test_who_has_ended_its_sessions_begins_none_any_more() -> None:
-    """Else a gateway would submit everything to a scheduler that is about to be gone."""
+@contextlib.asynccontextmanager
+async def leading() -> AsyncIterator[tuple[GenerationService, str]]:
+    """The side for gateways, by itself, and its address."""
     leadership, metered = Leadership(NoLease()), SchedulerMetrics("tiny", False, CollectorRegistry())
     await leadership.acquire("127.0.0.1:1")
     service = GenerationService(load(SchedulerSettings, "scheduler", ["--worker", "127.0.0.1:1"]), leadership, metered, History())
@@ -506,6 +507,14 @@ async def test_who_has_ended_its_sessions_begins_none_any_more() -> None:
     add_GenerationServicer_to_server(service, server)
     target = f"127.0.0.1:{await start_server(server, '127.0.0.1', 0)}"
     try:
+        yield service, target
+    finally:
+        await server.stop(None)
+
+
+async def test_who_has_ended_its_sessions_begins_none_any_more() -> None:
+    """Else a gateway would submit everything to a scheduler that is about to be gone."""
+    async with leading() as (service, target):
         with contextlib.suppress(StreamEnded):  # the end of the session may cross a heartbeat
             async with session(target) as client:
                 await eventually_async(lambda: client.epoch)
@@ -516,8 +525,19 @@ async def test_who_has_ended_its_sessions_begins_none_any_more() -> None:
                 await eventually_async(client.call.done)
         with pytest.raises(grpc.aio.AioRpcError, match="stopping"):
             await describe(target)
-    finally:
-        await server.stop(None)
+
+
+async def test_a_session_that_begins_while_all_are_ended_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with leading() as (service, target):
+
+        async def shown(epoch: int) -> None:
+            service.end_sessions()  # while the hello is looked at
+
+        monkeypatch.setattr(service.leadership, "shown", shown)
+        with contextlib.suppress(StreamEnded):  # as above
+            async with session(target) as client:
+                await eventually_async(client.call.done)
+                assert await client.call.code() == grpc.StatusCode.OK
 
 
 async def test_a_leader_outlives_certificates_that_are_away_for_a_moment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
