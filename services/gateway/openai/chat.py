@@ -9,7 +9,8 @@ from starlette.responses import Response
 from services.gateway.answer import Answer
 from services.gateway.chat import parts
 from services.gateway.chat.output import END_OF_THINKING, Dialect
-from services.gateway.chat.template import Conversation, Message, encode_chat
+from services.gateway.chat.renderer import Renderer
+from services.gateway.chat.template import Conversation, Message, Prompt, encode_chat
 from services.gateway.choice import TURN_TOKENS, Delta, FinishReason, ScoredToken
 from services.gateway.model import Model
 from services.gateway.openai import service
@@ -21,6 +22,7 @@ from services.gateway.openai.sse import REASONS, event
 from services.gateway.openai.submission import submits
 from services.gateway.openai.tools import may_call, template_calls, template_id, template_tools
 from services.gateway.openai.validation import chat_request
+from services.gateway.text.tokenizer import TextTokenizer
 
 router = APIRouter()
 
@@ -32,10 +34,15 @@ async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation."""
     gateway, body, model = await service.opened(request, chat_request)
     dialect = gateway.dialect(model)
-    prompt = await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, conversation(body, dialect))
+    prompt = await gateway.in_thread(request, prompt_of, gateway.renderer, model.tokenizer, body, dialect)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    messages = submits(body, model, [prompt.ids], max_tokens, "messages", request)
+    messages = await submits(body, model, [prompt.ids], max_tokens, "messages", request)
     return await respond(request, body, model, messages, ChatFormat(body, model, dialect, prompt.text))
+
+
+def prompt_of(renderer: Renderer, tokenizer: TextTokenizer, body: ConversationRequest, dialect: Dialect) -> Prompt:
+    """The prompt of a conversation. Takes a thread's time. Raises InvalidRequest."""
+    return encode_chat(renderer, tokenizer, conversation(body, dialect))
 
 
 def conversation(body: ConversationRequest, dialect: Dialect) -> Conversation:

@@ -28,7 +28,7 @@ async def create_completion(request: Request) -> Response:
     """Continues one or several prompts."""
     gateway, body, model = await service.opened(request, completion_request)
     prompts = await gateway.in_thread(request, _encode, model.tokenizer, body.prompts)
-    messages = submits(body, model, prompts, body.length, "prompt", request)
+    messages = await submits(body, model, prompts, body.length, "prompt", request)
     echoes = await gateway.in_thread(request, _echoes, model.tokenizer, body.prompts, prompts) if body.echo else []
     return await respond(request, body, model, messages, CompletionFormat(body, model), echoes)
 

@@ -22,6 +22,8 @@ from services.gateway.settings import GatewaySettings
 T = TypeVar("T")
 R = TypeVar("R", bound=ModelRequest)
 
+READ_AT_ONCE_BYTES = 1 << 14  # of a body: some 5 ms, if it is all small objects; what is larger is read in a thread
+
 
 @dataclass
 class Bodies:
@@ -107,10 +109,11 @@ async def read_body(request: Request) -> bytes:
 async def opened(request: Request, read: Callable[[bytes], R]) -> tuple[Gateway, R, Model]:
     """The first steps of every route with a body: it is read and checked, and it is for the model that is served now.
 
-    Raises InvalidRequest, ModelNotFound, Unavailable.
+    Raises InvalidRequest, ModelNotFound, Unavailable, and what `read_body` and `in_thread` do.
     """
     gateway = Gateway.of(request)
-    body = read(await read_body(request))
+    data = await read_body(request)
+    body = read(data) if len(data) <= READ_AT_ONCE_BYTES else await gateway.in_thread(request, read, data)
     if body.model is not None:
         gateway.check_name(body.model)
     request.state.model = body.model or gateway.settings.served_model_name[0]

@@ -8,10 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.chat.template import Prompt, encode_chat
+from services.gateway.chat.template import Prompt
 from services.gateway.model import Model
 from services.gateway.openai import service
-from services.gateway.openai.chat import conversation
+from services.gateway.openai.chat import prompt_of
 from services.gateway.openai.schemas import TokenizeChatRequest
 from services.gateway.openai.sending import JSON, json_response, listed, to_json
 from services.gateway.openai.service import Gateway
@@ -28,8 +28,7 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a prompt, or of a conversation."""
     gateway, body, model = await service.opened(request, tokenize_request)
     if isinstance(body, TokenizeChatRequest):
-        asked = conversation(body, gateway.dialect(model))
-        ids = (await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, asked)).ids
+        ids = (await gateway.in_thread(request, prompt_of, gateway.renderer, model.tokenizer, body, gateway.dialect(model))).ids
     else:
         ids = await gateway.in_thread(request, model.tokenizer.encode_prompt, body.prompt, body.add_special_tokens)
     return json_response(_tokenized(ids, model, body.return_token_strs), request)
@@ -72,8 +71,7 @@ async def tokenizer_info(request: Request) -> JSON:
 async def render_chat(request: Request) -> Response:
     """The prompt that a chat completion of this body would have."""
     gateway, body, model = await service.opened(request, chat_request)
-    asked = conversation(body, gateway.dialect(model))
-    prompt = await gateway.in_thread(request, encode_chat, gateway.renderer, model.tokenizer, asked)
+    prompt = await gateway.in_thread(request, prompt_of, gateway.renderer, model.tokenizer, body, gateway.dialect(model))
     return json_response(_rendered(body.model, prompt), request)
 
 

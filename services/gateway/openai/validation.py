@@ -22,7 +22,7 @@ from services.gateway.openai.tools import check_results, check_tools
 
 B = TypeVar("B", bound=Body)
 
-# Parsing holds up every other request: 0.1 s for as many lists and objects, or for as many elements, as these.
+# Parsing JSON holds up every other request, for 50 ms with as many lists and objects, or as many elements, as these.
 MAX_CONTAINERS = 100_000
 MAX_ELEMENTS = 1_000_000
 MAX_QUOTED = 100  # characters of the client's input that a message repeats

@@ -1,8 +1,9 @@
-"""Answers that are large hold up nobody: what is made at a time is bounded, and between the parts others get their turn."""
+"""Requests and answers that are large hold up nobody: what is made at a time is bounded, and between the parts others get their turn."""
 
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +16,16 @@ from starlette.requests import Request
 from services.gateway.answer import Answer, Patience
 from services.gateway.choice import TURN_TOKENS, Choice, Delta, Echo
 from services.gateway.generation import Generation
+from services.gateway.model import Model
 from services.gateway.openai.logprobs import chat_logprobs
 from services.gateway.openai.sending import PIECE_CHARACTERS, json_response
+from services.gateway.openai.submission import TURN_TOKENS as TURN_OF_PROMPTS
+from services.gateway.openai.submission import submits
+from services.gateway.openai.validation import completion_request
 from services.gateway.text.tokenizer import TextTokenizer
 from shared.protocol.generation_pb2 import Finished, FinishReason, Logprobs, Submit, Tokens
 from shared.protocol.plan import ids_to_bytes
-from tests.services.gateway.conftest import Stack, events
+from tests.services.gateway.conftest import Stack, assert_error, events
 from tests.tiny import TOOL_TEMPLATE, tiny_tokenizer
 
 CHOICES, TOKENS, TOP = 4, 1000, 20
@@ -195,3 +200,36 @@ async def test_a_stream_of_large_steps_says_what_the_whole_says(start: Any, stop
         for key, values in choice["logprobs"].items():
             assert [value for chunk in own for value in chunk["logprobs"][key]] == values
             assert max(len(chunk["logprobs"][key]) for chunk in own) <= TURN_TOKENS
+
+
+async def test_many_long_prompts_are_looked_at_in_turns(tokenizer: TextTokenizer) -> None:
+    model = Model("f" * 64, 384, 4 * TURN_OF_PROMPTS, frozenset({2}), tokenizer, {})
+    body = completion_request(b'{"model": "tiny", "prompt": "x"}')
+    state = {"deadline": asyncio.get_running_loop().time() + 60, "tenant": "", "traceparent": "", "request_id": "r"}
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": [], "state": state})
+    async with others() as seen:
+        messages = await submits(body, model, [[5] * (TURN_OF_PROMPTS // 2)] * 8, 5, "prompt", request)
+        assert seen.turns >= 4
+    assert [len(message.prompt_ids) for message in messages] == [2 * TURN_OF_PROMPTS] * 8
+
+
+async def test_reading_a_request_of_many_parts_holds_up_nobody(start: Any) -> None:
+    """One of a hundred thousand small objects takes half a second."""
+    stack: Stack = await start({"max_length": 1 << 20})
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calling = {"role": "assistant", "content": [{"type": "text", "text": "x"}] * 20_000, "tool_calls": [call] * 20_000}
+    body = json.dumps({"model": "tiny", "messages": [calling, {"role": "tool", "content": "y"}]}).encode()
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            before = time.thread_time()  # of the event loop's thread: what others do meanwhile does not count
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - before)
+
+    watching = asyncio.create_task(watch())
+    response = await stack.http.post("/v1/chat/completions/render", content=body)
+    watching.cancel()
+    assert_error(response, 400, "messages[1].tool_call_id")
+    assert longest < 0.1
