@@ -25,15 +25,16 @@ class NoPeerMemory(LockstepError):
 
 def meet(control: ControlGroup, device: torch.device) -> Peers:
     """The mailboxes of all ranks. Raises NoPeerMemory, on every rank, when one of them cannot have it."""
-    offer, addresses = {"boot": BOOT_ID.read_text().strip(), "handle": "", "error": ""}, [0] * control.size
+    offer, addresses = {"boot": "", "handle": "", "error": ""}, [0] * control.size
     try:
+        offer["boot"] = BOOT_ID.read_text().strip()
         size = mailbox_bytes(control.size)
         torch.cuda.synchronize(device)  # makes the context current
         driver = cuda_driver.load()
         addresses[control.rank] = driver.allocate(size)
         torch.cuda.synchronize(device)  # zeroed before anybody hears of it
         offer["handle"] = driver.share(addresses[control.rank]).hex()
-    except (ValueError, LockstepError) as error:
+    except (OSError, ValueError, LockstepError) as error:
         offer["error"] = str(error)
     offers = _exchanged(control, offer)
     if len({each["boot"] for each in offers}) > 1:

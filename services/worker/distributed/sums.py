@@ -4,8 +4,10 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
+SHM = Path("/dev/shm")
 TESTING = "testing sums by "  # begins the phase of the preflight; a transport follows
 
 
@@ -44,12 +46,12 @@ def hints(transport: str, environment: Mapping[str, str] | None = None) -> str:
     if "peer memory" in transport:
         told.append("--peer-memory false leaves all sums to NCCL")
     if "nccl" in transport:
-        shm = shutil.disk_usage("/dev/shm").total >> 20
+        shm = f"{shutil.disk_usage(SHM).total >> 20} MiB" if SHM.is_dir() else "none"
         ours = ", ".join(f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith("NCCL_")) or "nothing"
         told += [
             "NCCL_DEBUG=INFO logs the way that NCCL takes",
             "where ACS or an IOMMU breaks access between GPUs, NCCL_P2P_DISABLE=1",
-            f"where /dev/shm ({shm} MiB here) is small, more of it or NCCL_SHM_DISABLE=1",
+            f"where {SHM} ({shm} here) is small, more of it or NCCL_SHM_DISABLE=1",
             "over nodes, NCCL_SOCKET_IFNAME and NCCL_IB_DISABLE=1",
             f"set is {ours}",
         ]
