@@ -56,11 +56,9 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
     && /opt/lockstep/bin/pip uninstall --yes pip
 
 FROM build AS worker-build
-# For CUDA the version whose Triton is the one that the kernels are written for, from a folder of its own.
-ARG CUDA_TORCH=2.11.0
+# torch for CUDA and what it needs come from a folder of their own, as do the versions that fit (`make wheels CUDA=1`).
 RUN --mount=type=bind,from=wheels,target=/wheels \
-    sed -i "s/^torch==.*/torch==${CUDA_TORCH}/" /build/constraints.txt \
-    && PIP_FIND_LINKS='/wheels/cuda /wheels' /opt/lockstep/bin/pip install --no-compile 'lockstep[worker]' \
+    PIP_CONSTRAINT=/wheels/cuda/constraints.txt PIP_FIND_LINKS='/wheels/cuda /wheels' /opt/lockstep/bin/pip install --no-compile 'lockstep[worker]' \
     && XDG_CACHE_HOME=/opt HOME=/tmp /opt/lockstep/bin/python -m services.worker.weights.demo \
     && /opt/lockstep/bin/python -m services.worker --version \
     && /opt/lockstep/bin/pip uninstall --yes pip

@@ -15,7 +15,8 @@ TEST_PROCESSES ?= 2
 SYSTEM_TIMEOUT_S := 300
 TEST_ROOM := tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster
 TARGETS ?= gateway scheduler worker worker-cpu
-CUDA_TORCH := $(shell sed -n 's/^ARG CUDA_TORCH=//p' Dockerfile)
+# For CUDA the version whose Triton is the one that the kernels are written for; it wants an older setuptools than the rest.
+CUDA_TORCH ?= 2.11.0
 PIP := $(PYTHON) -m pip --disable-pip-version-check
 # Wheels are built for one of many versions of glibc, and the base of the images has 2.34 or later; the first that is found is taken.
 PLATFORMS := $(patsubst %,manylinux_2_%_x86_64,$(shell seq 34 -1 5)) manylinux2014_x86_64 any
@@ -72,8 +73,9 @@ wheels: ## Fill dist/wheels with what the images install (IMAGE_PYTHON=3.12; CUD
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist/wheels .
 	$(DOWNLOAD) --no-deps --dest dist/wheels "$$(sed -n 's/^PACKAGE = "\(.*\)"/\1/p' services/worker/weights/demo.py)"
 	$(DOWNLOAD) --constraint constraints.txt --dest dist/wheels "$$(grep '^torch==' constraints.txt)" 'lockstep[gateway,scheduler,worker]'
-	$(if $(CUDA),grep -v '^torch==' constraints.txt > dist/cuda.txt)
-	$(if $(CUDA),$(DOWNLOAD) --constraint dist/cuda.txt --dest dist/wheels/cuda torch==$(CUDA_TORCH))
+	$(if $(CUDA),mkdir dist/wheels/cuda)
+	$(if $(CUDA),sed 's/^torch==.*/torch==$(CUDA_TORCH)/; /^setuptools==/d' constraints.txt > dist/wheels/cuda/constraints.txt)
+	$(if $(CUDA),$(DOWNLOAD) --constraint dist/wheels/cuda/constraints.txt --dest dist/wheels/cuda torch==$(CUDA_TORCH))
 
 images: ## Build the images from dist/wheels (ENGINE=docker TAG=dev BASE= WORKER_BASE= TARGETS="gateway scheduler worker-cpu")
 	@for target in $(TARGETS); do \
