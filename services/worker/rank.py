@@ -148,7 +148,7 @@ def main() -> None:
     die_with_parent(spec.parent_pid, signal.SIGKILL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    logs.configure(f"rank-{spec.rank}", spec.log_level, "console")
+    logs.configure(f"rank-{spec.rank}", spec.log_level, spec.log_format)
     reporter = Reporter(spec.socket_fd)
     try:
         engine = build(spec, reporter.progress)

@@ -194,6 +194,7 @@ def _spec(settings: WorkerSettings, rank: int, rendezvous: str, ring: int, bell:
         deterministic=settings.deterministic,
         profile_folder=settings.profile_folder,
         log_level=settings.log_level,
+        log_format=settings.log_format,
     )
 
 

@@ -55,6 +55,7 @@ class RankSpec:
     deterministic: bool = False
     profile_folder: Path | None = None
     log_level: str = "info"
+    log_format: Literal["console", "json"] = "console"
     nodes: int = 1  # which divide the ranks
 
     @property

@@ -285,6 +285,13 @@ async def test_mod_07_bad_configuration_is_one_line_and_status_2(
     assert "Traceback" not in running.log
 
 
+async def test_ranks_log_as_their_supervisor_does(tmp_path: Path, model: Path) -> None:
+    flags = ("--script", "/nowhere/script.json", "--log-format", "json", "--log-level", "debug")
+    running = Worker(tmp_path, "--model", str(model), "--engine", "scripted", *flags)
+    assert await running.ended(30) == 2
+    assert {"lockstep-worker", "rank-0"} == {json.loads(line)["service"] for line in running.log.splitlines()}
+
+
 async def test_mod_07_a_port_in_use(tmp_path: Path, model: Path, shared_worker: Worker) -> None:
     await shared_worker.ready()
     running = Worker(tmp_path, "--model", str(model), "--engine", "scripted", "--port", str(shared_worker.port))
