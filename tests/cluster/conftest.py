@@ -25,8 +25,8 @@ Object = dict[str, Any]
 
 # So that all fit, and a pod more of each during a roll-out, into one small node while the other one is drained.
 SMALL: Object = {
-    f"{component}__resources": {"requests": {"cpu": "100m", "memory": memory}}
-    for component, memory in {"gateway": "256Mi", "scheduler": "128Mi", "worker": "1Gi"}.items()
+    f"{component}__resources": {"requests": {"cpu": cpu, "memory": memory}}
+    for component, cpu, memory in (("gateway", "100m", "256Mi"), ("scheduler", "100m", "128Mi"), ("worker", "400m", "1Gi"))
 }
 COMPONENTS = {"gateway", "scheduler", "worker-cpu"}
 IMAGE = re.compile(r"(?:(?P<registry>.+)/)?lockstep-(?P<component>" + "|".join(sorted(COMPONENTS)) + r"):(?P<tag>[\w.-]+)")
@@ -58,10 +58,15 @@ class Release:
     def kubectl(self, *arguments: str, timeout: float = 120.0, check: bool = True) -> str:
         return run("kubectl", "--namespace", self.namespace, *arguments, timeout=timeout, check=check)
 
-    def deploy(self, **values: Any) -> None:
-        """`helm upgrade --install`; values by dotted names with `__`: `gateway__replicas=2`. Returns when all pods are ready."""
+    def deploy(self, *, force: bool = False, **values: Any) -> None:
+        """`helm upgrade --install`; values by dotted names with `__`: `gateway__replicas=2`. Returns when all pods are ready.
+
+        force: also what an autoscaler has set, which Helm 3 does unasked.
+        """
         settings = {"image": self.images, "worker__mode": "cpu", "worker__settings__kv_cache_memory_bytes": 64 << 20, **SMALL, **values}
         flags = [flag for name, value in settings.items() for flag in ("--set-json", f"{name.replace('__', '.')}={json.dumps(value)}")]
+        if force and not run("helm", "version", "--short").startswith("v3"):
+            flags.append("--force-conflicts")
         self.helm("upgrade", "--install", self.name, str(CHART), *flags, "--wait", "--timeout", f"{INSTALL_S:.0f}s")
 
     def uninstall(self) -> None:

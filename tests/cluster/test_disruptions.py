@@ -29,7 +29,7 @@ def spread(component: str) -> list[Object]:
 
 VALUES: dict[str, Any] = {
     "gateway__replicas": 2,
-    "gateway__drainSeconds": 120,  # longer than a stream takes
+    "gateway__drainSeconds": 300,  # longer than a stream takes, on nodes that others keep busy too
     "gateway__topologySpreadConstraints": spread("gateway"),
     "scheduler__replicas": 2,
     "scheduler__topologySpreadConstraints": spread("scheduler"),
@@ -75,7 +75,7 @@ def unbroken(running: Release, client: Client, expected: list[str]) -> Iterator[
 def test_an_upgrade_that_replaces_every_pod(running: Release) -> None:
     before = {component: running.pods(component) for component in ("gateway", "scheduler")}
     workers = uids(running, "worker")
-    rolled = {f"{component}__podAnnotations": {"rolled": "yes"} for component in ("gateway", "scheduler", "worker")}
+    rolled: dict[str, Any] = {f"{component}__podAnnotations": {"rolled": "yes"} for component in ("gateway", "scheduler", "worker")}
     running.deploy(**VALUES, **rolled)
     for component, pods in before.items():
         assert not set(pods) & set(running.pods(component))
@@ -158,7 +158,7 @@ def test_gateways_come_with_the_load_and_answer(running: Release, client: Client
             eventually(lambda: len(running.pods("gateway")) > 1, LOADED_S)
         assert all(streams.texts)
     finally:
-        running.deploy(**VALUES)
+        running.deploy(force=True, **VALUES)
 
 
 def test_workers_scale_where_an_adapter_serves_what_runs(running: Release, client: Client, served: Callable[[str], bool]) -> None:
@@ -172,7 +172,7 @@ def test_workers_scale_where_an_adapter_serves_what_runs(running: Release, clien
             eventually(lambda: autoscaler(running, "lockstep-worker").get("desiredReplicas", 0) > 2, LOADED_S)
         assert all(streams.texts)
     finally:
-        running.deploy(**VALUES)
+        running.deploy(force=True, **VALUES)
 
 
 @pytest.fixture

@@ -19,14 +19,23 @@
 {{- add (mul $probe.periodSeconds $probe.failureThreshold) 600 -}}
 {{- end -}}
 
-{{- /* (dict "root" $ "component" "gateway" "kind" "Deployment" "settings" .Values.gateway). What is scaled keeps the number that it has:
-one that is left out where it was given before begins anew at 1. `helm template` knows no number. */ -}}
+{{- /* (dict "root" $ "component" "gateway" "kind" "Deployment" "settings" .Values.gateway). What is scaled keeps the number that it has: one
+that is left out where it was given before begins anew at 1. It is left out when the server knows that a scaler has set it since, and would
+call it a conflict: after Helm 4, not after Helm 3, which applies nothing. `helm template` sees no number. */ -}}
 {{- define "lockstep.replicas" -}}
 {{- if not .settings.autoscaling.enabled -}}
 replicas: {{ .settings.replicas }}
 {{- else -}}
 {{- with lookup "apps/v1" .kind .root.Release.Namespace (include "lockstep.name" .) -}}
+{{- $scaled := false -}}
+{{- $applied := false -}}
+{{- range .metadata.managedFields -}}
+{{- if eq (default "" .subresource) "scale" }}{{ $scaled = true }}{{ end -}}
+{{- if and (eq .manager "helm") (eq .operation "Apply") }}{{ $applied = true }}{{ end -}}
+{{- end -}}
+{{- if not (and $scaled $applied) -}}
 replicas: {{ .spec.replicas }}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
