@@ -12,7 +12,8 @@ FROM ${BASE} AS runtime
 LABEL org.opencontainers.image.title="Lockstep" \
       org.opencontainers.image.description="LLM serving on Kubernetes" \
       org.opencontainers.image.licenses="Apache-2.0"
-ENV PATH=/opt/lockstep/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
+# transformers would advise to install torch, in a line that is no JSON.
+ENV PATH=/opt/lockstep/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp TRANSFORMERS_NO_ADVISORY_WARNINGS=1
 USER 10001:10001
 WORKDIR /opt/lockstep
 
