@@ -22,6 +22,7 @@ from tests.services.gateway.scripted_scheduler import Script, ScriptedScheduler
 TEXT = "hello world"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 INFLIGHT = "lockstep_gateway_inflight_requests{endpoint=/v1/chat/completions}"
+BEGUN = "lockstep_gateway_time_to_first_token_seconds_count"
 HOW: dict[str, Callable[[ScriptedScheduler], Any]] = {"dies": ScriptedScheduler.stop, "stops": ScriptedScheduler.end_sessions}
 
 
@@ -122,7 +123,7 @@ async def test_streams_go_on_with_the_scheduler_that_comes_back(stack: Stack, ho
     first, *rest = ([each] for each in stack.encode(TEXT))
     stack.plays(first, never)
     asked = [asyncio.create_task(stack.chat(stream=stream)) for stream in (False, True)]
-    await eventually_async(lambda: len(stack.scheduler.submits) == 2)
+    await until_begun(stack, 2)
     hellos = len(stack.scheduler.hellos)
     await HOW[how](stack.scheduler)
     if how == "stops":
@@ -257,6 +258,13 @@ async def test_a_deadline_that_the_scheduler_notices_first_is_a_timeout(stack: S
 async def metrics(stack: Stack) -> dict[str, float]:
     async with httpx.AsyncClient(trust_env=False) as client:
         return samples(await client.get(f"{stack.admin_url}/metrics"))
+
+
+async def until_begun(stack: Stack, requests: int) -> None:
+    """So many have got their first token."""
+    async with asyncio.timeout(5):
+        while sum(value for name, value in (await metrics(stack)).items() if name.startswith(BEGUN)) != requests:
+            await asyncio.sleep(0.01)
 
 
 async def until_inflight(stack: Stack, requests: int) -> None:
