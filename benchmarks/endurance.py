@@ -1,9 +1,11 @@
 """A gateway with very many open streams, short requests beside them, and a client that never reads: errors, memory, health."""
 
 import asyncio
+import multiprocessing
 import socket
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
@@ -91,6 +93,7 @@ async def _run(running: RunningStack, streams: int, rate: float, seconds: float)
     async with httpx.AsyncClient(base_url=running.url, timeout=seconds + 60, limits=limits) as client, asyncio.TaskGroup() as tasks:
         tasks.create_task(_unread(running, end))
         tasks.create_task(asyncio.to_thread(_watch, running, seen, end))
+        tasks.create_task(_probes(running, seen, end))
         tasks.create_task(_short_requests(client, running.model, rate, seen, end))
         for _ in range(streams):
             tasks.create_task(_stream(running, seen, end))
@@ -142,21 +145,38 @@ async def _unread(running: RunningStack, end: float) -> None:
         await asyncio.sleep(end - time.monotonic())
 
 
-def _watch(running: RunningStack, seen: Seen, end: float) -> None:
-    """In a thread of its own, so that it waits for nothing else here."""
-    gateway = psutil.Process(listener(running.url))
-    with httpx.Client(base_url=f"http://127.0.0.1:{running.admin_ports['gateway']}", timeout=60) as admin:
+async def _probes(running: RunningStack, seen: Seen, end: float) -> None:
+    """In a process of its own: a probe must not wait for the clients of this one."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        url = f"http://127.0.0.1:{running.admin_ports['gateway']}"
+        health, errors = await asyncio.get_running_loop().run_in_executor(process, _probe, url, end)
+    seen.health += health
+    seen.errors += errors
+
+
+def _probe(url: str, end: float) -> tuple[list[float], list[str]]:
+    """Seconds of each probe, and what went wrong. end: by the monotonic clock."""
+    health, errors = [], []
+    with httpx.Client(base_url=url, timeout=60) as admin:
         while time.monotonic() < end:
             begun = time.monotonic()
             try:
                 admin.get("/livez").raise_for_status()
             except httpx.HTTPError as error:
-                seen.errors.append(f"/livez: {type(error).__name__} {error}")
-            seen.health.append(time.monotonic() - begun)
-            seen.memory.append(gateway.memory_info().rss)
-            if seen.least_open is not None and end - begun > 2:
-                seen.least_open = min(seen.least_open, seen.open)
+                errors.append(f"/livez: {type(error).__name__} {error}")
+            health.append(time.monotonic() - begun)
             time.sleep(SAMPLE_S)
+    return health, errors
+
+
+def _watch(running: RunningStack, seen: Seen, end: float) -> None:
+    """In a thread of its own, so that it waits for nothing else here."""
+    gateway = psutil.Process(listener(running.url))
+    while (now := time.monotonic()) < end:
+        seen.memory.append(gateway.memory_info().rss)
+        if seen.least_open is not None and end - now > 2:
+            seen.least_open = min(seen.least_open, seen.open)
+        time.sleep(SAMPLE_S)
 
 
 def _quantile(values: list[float], share: float) -> float:
