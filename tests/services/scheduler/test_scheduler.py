@@ -279,7 +279,8 @@ def test_drained_groups_do_not_count_as_lost() -> None:
     assert not harness.ends
 
 
-def test_an_end_that_nobody_was_told_of_is_not_lost_with_the_group() -> None:
+def lost_with_an_end_untold() -> tuple[Harness, Group]:
+    """Request 1 had ended in the group, which was lost before anybody was told."""
     harness = Harness()
     harness.submit(1, max_tokens=1)
     group = harness.groups[0]
@@ -287,6 +288,11 @@ def test_an_end_that_nobody_was_told_of_is_not_lost_with_the_group() -> None:
     assert request.slot is not None
     group.occupancy.retire(request.slot, Finished(pb.FINISH_REASON_LENGTH), release=False)  # and then something broke
     harness.lose(group)
+    return harness, group
+
+
+def test_an_end_that_nobody_was_told_of_is_not_lost_with_the_group() -> None:
+    harness, _ = lost_with_an_end_untold()
     assert harness.ends == {(1, 1): Finished(pb.FINISH_REASON_LENGTH)}
 
 
@@ -461,13 +467,7 @@ def test_deadlines_of_requests_that_have_ended_do_not_pile_up() -> None:
 
 
 def test_a_timer_of_a_lost_group_tells_no_end_twice() -> None:
-    harness = Harness()
-    harness.submit(1, max_tokens=1)
-    group = harness.groups[0]
-    (request,) = group.running()
-    assert request.slot is not None
-    group.occupancy.retire(request.slot, Finished(pb.FINISH_REASON_LENGTH), release=False)  # and then something broke
-    harness.lose(group)
+    harness, group = lost_with_an_end_untold()
     harness.submit(1, max_tokens=1, attempt=2)
     group.on_time(0.0)
     assert set(harness.ends) == {(1, 1)}
