@@ -76,7 +76,7 @@ def advance_triton(
 ) -> Tensor:
     rows, ids = len(slots), torch.empty_like(tokens)
     if rows:
-        _kernel[(cdiv(rows, ROWS),)](
+        _advance_kernel[(cdiv(rows, ROWS),)](
             length, last_token, done, max_length, ignore_eos, stop_ids, eos_ids, slots, lengths, tokens, samples, ids,
             rows, len(eos_ids), stop_ids.shape[1],
             ROWS, next_power_of_2(max(len(eos_ids), 1)), next_power_of_2(stop_ids.shape[1]),
@@ -86,7 +86,7 @@ def advance_triton(
 
 
 @triton.jit
-def _kernel(
+def _advance_kernel(
     length_ptr, last_token_ptr, done_ptr, max_length_ptr, ignore_eos_ptr, stop_ids_ptr, eos_ids_ptr,
     slots_ptr, lengths_ptr, tokens_ptr, samples_ptr, ids_ptr, rows, num_eos, num_stop,
     ROWS: tl.constexpr, EOS_BLOCK: tl.constexpr, STOP_BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -63,7 +63,7 @@ def forbid_early_end_triton(
 ) -> None:
     rows, columns = logits.shape
     if rows:
-        _kernel[(rows,)](
+        _forbid_early_end_kernel[(rows,)](
             logits, min_length, ignore_eos, stop_ids, eos_ids, slots, lengths, logits.stride(0), columns, first,
             len(eos_ids), stop_ids.shape[1], next_power_of_2(max(len(eos_ids), 1)), next_power_of_2(stop_ids.shape[1]),
             num_warps=1, **pdl_options(logits.device),
@@ -71,7 +71,7 @@ def forbid_early_end_triton(
 
 
 @triton.jit
-def _kernel(
+def _forbid_early_end_kernel(
     logits_ptr, min_length_ptr, ignore_eos_ptr, stop_ids_ptr, eos_ids_ptr, slots_ptr, lengths_ptr,
     row_stride, columns, first, num_eos, num_stop, EOS_BLOCK: tl.constexpr, STOP_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

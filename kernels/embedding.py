@@ -29,12 +29,12 @@ def embedding_triton(ids: Tensor, weight: Tensor, first: int) -> Tensor:
     y = weight.new_empty(tokens, size)
     if tokens:
         block = min(next_power_of_2(size), 1024)
-        _kernel[(tokens, cdiv(size, block))](ids, weight, y, first, rows, size, block, num_warps=4, **pdl_options(weight.device))
+        _embedding_kernel[(tokens, cdiv(size, block))](ids, weight, y, first, rows, size, block, num_warps=4, **pdl_options(weight.device))
     return y
 
 
 @triton.jit
-def _kernel(ids_ptr, weight_ptr, y_ptr, first, rows, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _embedding_kernel(ids_ptr, weight_ptr, y_ptr, first, rows, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -86,7 +86,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: 
     even = size % (tuned.inner_block * tuned.splits) == 0 and columns % tuned.column_block == 0
     steps_ahead = tuned.prefetch if size * weight.element_size() % 16 == 0 else 0  # where the copy engine can address the rows
     early = even and tuned.row_block == 1 and size == tuned.inner_block * tuned.splits
-    _kernel[(column_tiles, tuned.splits, row_tiles)](
+    _linear_kernel[(column_tiles, tuned.splits, row_tiles)](
         x, weight, bias, y, partial, counters(x.device), rows, columns, size, x.stride(0),
         gated, bias is not None, even, early, tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block,
         tuned.stages, steps_ahead, num_warps=tuned.warps, **pdl_options(x.device),
@@ -95,7 +95,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: 
 
 
 @triton.jit(do_not_specialize=["rows"])  # one kernel for all sizes of batch, or a worker would compile it for each kind of them
-def _kernel(
+def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, rows, columns, size, row_stride,
     GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,

@@ -62,8 +62,10 @@ def logprobs_triton(logits: Tensor, chosen: Tensor, k: int, first: int = 0) -> t
         runs = tiles * (TILE // RUN)
         masses, maxima, hits = empty(rows, tiles), empty(rows, runs), empty(rows, runs, dtype=torch.int32)
         gathered, gathered_ids = empty(rows, ROOM if k else 0), empty(rows, ROOM if k else 0, dtype=torch.int32)
-        _scan_kernel[(tiles, rows)](logits, masses, maxima, columns, logits.stride(0), tiles, TILE, RUN, num_warps=4, **pdl_options(device))
-        _top_kernel[(rows,)](
+        _logprobs_scan_kernel[(tiles, rows)](
+            logits, masses, maxima, columns, logits.stride(0), tiles, TILE, RUN, num_warps=4, **pdl_options(device)
+        )
+        _logprobs_top_kernel[(rows,)](
             logits, chosen, masses, maxima, hits, gathered_ids, gathered, total, chosen_logits, top_ids, top_logits,
             first, columns, logits.stride(0), tiles, runs, k, next_power_of_2(max(k, 1)),
             next_power_of_2(tiles), TILE // RUN, RUN, next_power_of_2(runs), ROOM, NO_ID,
@@ -73,7 +75,7 @@ def logprobs_triton(logits: Tensor, chosen: Tensor, k: int, first: int = 0) -> t
 
 
 @triton.jit
-def _scan_kernel(
+def _logprobs_scan_kernel(
     logits_ptr, masses_ptr, maxima_ptr, columns, row_stride, tiles, TILE: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Of a tile: its softmax denominator, relative to its largest logit, and the largest logit of each run."""
@@ -92,7 +94,7 @@ def _scan_kernel(
 
 
 @triton.jit
-def _top_kernel(
+def _logprobs_top_kernel(
     logits_ptr, chosen_ptr, masses_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr, gathered_ptr,
     total_ptr, chosen_logits_ptr, top_ids_ptr, top_logits_ptr, first, columns, row_stride, tiles, runs,
     K: tl.constexpr, K_BLOCK: tl.constexpr, TILES_BLOCK: tl.constexpr, TILE_RUNS: tl.constexpr, RUN: tl.constexpr,

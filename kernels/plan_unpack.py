@@ -100,7 +100,7 @@ def plan_unpack_triton(
     query_starts = empty(prefill_rows + 1)
     # Blocks of decode rows, blocks of prefill rows (one at least, for query_starts), blocks of prefill tokens.
     decode_blocks, row_blocks = cdiv(decode_rows, TOKENS), max(cdiv(prefill_rows, TOKENS), 1)
-    _kernel[(decode_blocks + row_blocks + cdiv(prefill_tokens, TOKENS),)](
+    _plan_unpack_kernel[(decode_blocks + row_blocks + cdiv(prefill_tokens, TOKENS),)](
         page_table, length, last_token, done, decode_slots, prefill_slots, prefill_starts, prefill_lengths, prefill_ids,
         ids, positions, locations, lengths, query_starts, page_table.shape[1], decode_rows, prefill_rows, prefill_tokens,
         decode_blocks, row_blocks, page_size, TOKENS, max(min(next_power_of_2(prefill_rows), ROWS), 16),
@@ -110,7 +110,7 @@ def plan_unpack_triton(
 
 
 @triton.jit
-def _kernel(
+def _plan_unpack_kernel(
     page_table_ptr, length_ptr, last_token_ptr, done_ptr,
     decode_slots_ptr, prefill_slots_ptr, prefill_starts_ptr, prefill_lengths_ptr, prefill_ids_ptr,
     ids_ptr, positions_ptr, locations_ptr, lengths_ptr, query_starts_ptr, max_pages, decode_rows, prefill_rows, prefill_tokens,

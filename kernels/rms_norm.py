@@ -53,7 +53,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     rows_per_program = max(1, min(1024 // block, rows))
     rows_per_program = 1 << (rows_per_program.bit_length() - 1)
     warps = max(1, min(rows_per_program * block // 256, 16))  # 8 elements a thread: one 16-byte load of bfloat16
-    _kernel[(cdiv(rows, rows_per_program),)](
+    _rms_norm_kernel[(cdiv(rows, rows_per_program),)](
         flat, residual, weight, y, rows, flat.stride(0), flat.stride(1), size, eps, residual is not None, rows_per_program, block,
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
@@ -61,7 +61,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
 
 
 @triton.jit
-def _kernel(
+def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, rows, row_stride, column_stride, size, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -95,7 +95,7 @@ def rope_and_store_triton(
         return out
     # One head a program while that leaves multiprocessors idle, then enough heads that a program moves a few kilobytes.
     heads = 1 if tokens * (q_heads + kv_heads) <= 16 * multiprocessors(q.device) else min(next_power_of_2(kv_heads), 8)
-    _kernel[(tokens, cdiv(q_heads, heads) + cdiv(kv_heads, heads))](
+    _rope_and_store_kernel[(tokens, cdiv(q_heads, heads) + cdiv(kv_heads, heads))](
         q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, query_scale, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps, q_heads, kv_heads, head_size, rotated // 2,
         q_norm is not None, k_norm is not None, query_scale is not None, heads, next_power_of_2(rotated // 2),
@@ -106,7 +106,7 @@ def rope_and_store_triton(
 
 
 @triton.jit
-def _kernel(
+def _rope_and_store_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, table_ptr, locations_ptr, k_cache_ptr, v_cache_ptr, q_norm_ptr, k_norm_ptr,
     query_scale_ptr, out_ptr, q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, eps,
     Q: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,

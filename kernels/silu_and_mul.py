@@ -28,12 +28,12 @@ def silu_and_mul_triton(x: Tensor) -> Tensor:
     y = x.new_empty(tokens, size)
     if tokens:
         block = min(next_power_of_2(size), 1024)
-        _kernel[(tokens, cdiv(size, block))](x, y, size, block, num_warps=4, **pdl_options(x.device))
+        _silu_and_mul_kernel[(tokens, cdiv(size, block))](x, y, size, block, num_warps=4, **pdl_options(x.device))
     return y
 
 
 @triton.jit
-def _kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # 2**31 elements are passed at 74,899 tokens of 2 * 14,336
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
