@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ from shared.errors import PeerLost
 
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29  # linux/prctl.h
 MAX_FILES = 1 << 20  # some systems allow a billion, and some libraries count up to what is allowed
+COLLECT_AFTER = 10_000, 10, 10  # containers made and not freed; collections of the generation before, twice
 
 
 def die_with_parent(parent_pid: int, sign: signal.Signals = signal.SIGTERM) -> None:
@@ -33,6 +35,16 @@ def allow_many_files() -> None:
     wanted = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def settle_heap() -> None:
+    """Once all is loaded: what is here stays, so the garbage collector need not look at it again, and at the rest more rarely.
+
+    A full collection stops all threads for about a microsecond an object: 200 ms, where libraries alone make 200,000 of them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 def precise_sleeps() -> None:

@@ -160,6 +160,7 @@ class Edge:
                 self._access.limits.end(limited, usage.prompt_tokens + usage.completion_tokens if usage else 0, time.monotonic())
             metrics.ended(status)
             _log(scope, status, time.monotonic() - metrics.begun_at)
+            del state["send"]  # which leads back to the scope: a cycle would keep all of the request until the garbage collector comes
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:

@@ -18,6 +18,7 @@ from services.gateway.generation import RETRY_AFTER_S, Generation
 from services.gateway.model import Model
 from shared import rpc
 from shared.errors import LockstepError, ProtocolError
+from shared.process import settle_heap
 from shared.protocol.generation_pb2 import (
     Cancel,
     FinishReason,
@@ -189,7 +190,10 @@ class SchedulerClient:
         """One session, to its end."""
         if self.model is None or self.model.fingerprint != description.fingerprint:
             self._fail_all("the model has changed: try again")  # what has come are ids of another one
+            begins = self.model is None
             self.model = await models.load(stub, description, apply_generation_config=self._apply_generation_config)
+            if begins:
+                settle_heap()
         outbox: Outbox = rpc.Outbox(lambda: GenerationSessionRequest(heartbeat=SessionHeartbeat()), next_message)
         hello = SessionHello(protocol_version=rpc.PROTOCOL_VERSION, gateway=self._name, highest_epoch=self._highest_epoch)
         outbox.put(GenerationSessionRequest(hello=hello))

@@ -23,7 +23,7 @@ from services.scheduler.settings import SchedulerSettings
 from services.scheduler.workers import Endpoints, Workers
 from shared.admin import admin
 from shared.metrics import new_registry
-from shared.process import write_ports
+from shared.process import settle_heap, write_ports
 from shared.protocol.generation_pb2_grpc import add_GenerationServicer_to_server
 from shared.protocol.plan import Limits, Plan
 from shared.rpc import SERVER_OPTIONS, host_port, start_server
@@ -170,6 +170,7 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             port = await start_server(server, settings.host, settings.port, settings.tls_folder)
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
+            settle_heap()
             logger.info("listening on %s:%d", settings.host, port)
             running = asyncio.create_task(
                 _together([tell_health(), lead(host_port(settings.advertise_host or ANYWHERE.get(settings.host, settings.host), port))])

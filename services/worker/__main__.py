@@ -22,7 +22,7 @@ from services.worker.timers import Timers
 from services.worker.weights.folder import ModelFolder
 from shared.admin import admin
 from shared.metrics import new_registry
-from shared.process import write_ports
+from shared.process import settle_heap, write_ports
 from shared.protocol.execution_pb2_grpc import add_ExecutionServicer_to_server
 from shared.protocol.nodes_pb2_grpc import add_NodesServicer_to_server
 from shared.rpc import SERVER_OPTIONS, start_server
@@ -105,6 +105,7 @@ async def lead(settings: WorkerSettings, stop: asyncio.Event) -> None:
             port = await start_server(server, settings.host, settings.port, settings.tls_folder)
             if settings.ports_file is not None:
                 write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
+            settle_heap()
             stopping = asyncio.create_task(until_drained(service, nodes))
             keepers = [asyncio.create_task(keep(group)) for group in groups]
             done, pending = await asyncio.wait((stopping, *keepers), return_when=asyncio.FIRST_COMPLETED)

@@ -18,7 +18,7 @@ from services.worker.messages import Done, Failed, Loading, Message, Ready, Rese
 from services.worker.ring import Kind, RingReader
 from shared import logging as logs
 from shared.errors import ConfigError, LockstepError, PeerLost
-from shared.process import die_with_parent, precise_sleeps
+from shared.process import die_with_parent, precise_sleeps, settle_heap
 from shared.protocol.plan import Int32s, decode
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Reporter:
 class _Flying:
     plan: int
     launched_us: int
+    launch_us: int  # that it took
     flight: Flight
 
 
@@ -122,7 +123,8 @@ class Loop:
         if step is None:
             plan = decode(words.data.cast("B"))
             step, left = self._engine.begin(plan, words), plan.iterations
-        self._flying.append(_Flying(number, launched_us, step.launch()))
+        flight = step.launch()
+        self._flying.append(_Flying(number, launched_us, time.monotonic_ns() // 1000 - launched_us, flight))
         if left > 1:
             self._plans[number] = (words, step, left - 1)
 
@@ -135,7 +137,7 @@ class Loop:
         if self._answers:
             for message in scored(flying.plan, flying.flight.logprobs()):
                 self._reporter.send(message)
-            self._reporter.send(Done(flying.plan, start_us, end_us, start_us - last_end_us, ids))
+            self._reporter.send(Done(flying.plan, start_us, end_us, start_us - last_end_us, flying.launch_us, ids))
         self._last_end_us = end_us
         if not self._flying:
             self._mark.move(Place.IDLE)
@@ -155,6 +157,7 @@ def main() -> None:
         reporter.send(Ready(engine.facts, engine.memory, engine.sums))
         reader = RingReader(spec.ring_fd, spec.bell_fd, spec.local_rank, spec.local_ranks)
         precise_sleeps()
+        settle_heap()
         Loop(engine, reader, reporter, Mark(spec.board_fd, spec.rank), answers=spec.rank == 0).run()
     except LockstepError as error:
         logger.debug("rank %d ends", spec.rank, exc_info=True)

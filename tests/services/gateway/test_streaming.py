@@ -1,12 +1,14 @@
 """Streams of server-sent events, and that they say what the answer as a whole says."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
 import openai
 import pytest
 
+from services.gateway.metrics import RequestMetrics
 from tests.processes import eventually_async
 from tests.services.gateway.conftest import EOS, Stack, events
 from tests.services.gateway.scripted_scheduler import ERROR, LENGTH, Script
@@ -259,3 +261,16 @@ async def test_can_04_a_choice_that_has_ended_is_not_cancelled(stack: Stack) -> 
     stack.says("hello")
     assert await stack.content() == "hello"
     assert len(stack.scheduler.cancels) == 3
+
+
+async def test_a_request_leaves_nothing_for_the_garbage_collector(stack: Stack) -> None:
+    stack.says("hello, world")
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(8):
+            await (stack.chat_events() if number % 2 else stack.complete())
+        left = [each for each in gc.get_objects() if isinstance(each, RequestMetrics)]
+    finally:
+        gc.enable()
+    assert len(left) <= 1  # a connection that is kept open holds its last request
