@@ -3,9 +3,14 @@
 M rows, N columns (outputs), K inner size. Every program multiplies all rows of a tile with some columns over a share of K. Where the
 columns alone do not fill the GPU, K is cut, and the program that finishes last adds up a tile's shares, in their order: no second
 launch, and the same bits each time. With PDL a program asks for its weights before it waits for the kernel that computes its rows.
+
+An RMSNorm between two products, with the addition to the residual before it, needs no launch either: the first product's programs add
+their columns and multiply them by the norm's weight, and the second divides what it sums by the root mean square of each row, since
+`(x / rms(r) * w) @ W = (r * w) @ W / rms(r)`.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,35 +19,83 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import MAX_COUNTERS, cdiv, counters, pdl_options, prefetch
+from kernels.launch import MAX_COUNTERS, cdiv, counters, next_power_of_2, pdl_options, prefetch
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
 from kernels.tuning import table
 
 MAX_ROWS = 64  # of a product that the kernel is considered for
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class Unscaled(NamedTuple):
+    """Rows of an RMSNorm that lack its division by their root mean square: the product that reads them makes up for it."""
+
+    rows: Tensor  # [M, K]: times the norm's weight
+    squares: Tensor  # [M, P] float32: of the rows before that, summed over each of P parts
+    eps: float
+
+
+def linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[M, K]`, weight `[N, K]`, bias `[N]` -> `x @ weight.T + bias`, `[M, N]` like x, summed in float32."""
+    if isinstance(x, Unscaled):
+        return linear_triton(x, weight, bias, _needed("linear", x.rows, *weight.shape))
     tuned = config("linear", x.device, x.dtype, x.shape[0], *weight.shape)
     return F.linear(x, weight, bias) if tuned is None else linear_triton(x, weight, bias, tuned)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def gated_linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[M, K]`, weight `[2 * N, K]` and bias `[2 * N]`, the gate's before the up projection's -> `[M, N]` like x.
 
     The SiLU of the gate's product times the up projection's, in float32 up to the result; where the library computes the products,
     these are rounded to x's type in between.
     """
-    tuned = config("gated_linear", x.device, x.dtype, x.shape[0], weight.shape[0] // 2, weight.shape[1])
+    columns, size = weight.shape[0] // 2, weight.shape[1]
+    if isinstance(x, Unscaled):
+        return gated_linear_triton(x, weight, bias, _needed("gated_linear", x.rows, columns, size))
+    tuned = config("gated_linear", x.device, x.dtype, x.shape[0], columns, size)
     return silu_and_mul(F.linear(x, weight, bias)) if tuned is None else gated_linear_triton(x, weight, bias, tuned)
 
 
-def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+def begins_norm(x: Tensor, weight: Tensor, reader: Tensor, gated: bool) -> bool:
+    """Whether `linear_add_norm` of these is to run: both products by the kernel, and the table says that it pays.
+
+    reader: the weight of the product that reads the norm, gated or not. Only in bfloat16, which can hold rows that are not scaled yet.
+    """
+    if x.dtype != torch.bfloat16 or config("linear", x.device, x.dtype, x.shape[0], *weight.shape) is None:
+        return False
+    columns, operation = (reader.shape[0] // 2, "gated_linear") if gated else (reader.shape[0], "linear")
+    read = config(operation, x.device, x.dtype, x.shape[0], columns, reader.shape[1])
+    return read is not None and read.reads_unscaled == 1
 
 
-def gated_linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return silu_and_mul_torch(F.linear(x.float(), weight.float(), None if bias is None else bias.float())).to(x.dtype)
+def linear_add_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float) -> Unscaled:
+    """Adds the product x `[M, K]`, weight `[N, K]`, bias `[N]` to residual `[M, N]` IN PLACE -> the RMSNorm of the sum, with norm `[N]`.
+
+    The product and the sum are rounded as by `linear` and `add_rms_norm`; the norm, multiplied by its weight alone, is rounded there,
+    so the last bits of what reads it differ from theirs. Residual must not come from the kernel just before: it is read ahead of its end.
+    """
+    return linear_add_norm_triton(x, weight, bias, residual, norm, eps, _needed("linear", x, *weight.shape))
+
+
+def linear_torch(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _product(x, weight, bias).to(weight.dtype)
+
+
+def gated_linear_torch(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return silu_and_mul_torch(_product(x, weight, bias)).to(weight.dtype)
+
+
+def linear_add_norm_torch(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float) -> Unscaled:
+    residual.copy_(residual.float() + linear_torch(x, weight, bias).float())
+    values = residual.float()
+    return Unscaled((values * norm.float()).to(x.dtype), values.square().sum(dim=1, keepdim=True), eps)
+
+
+def _product(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if isinstance(x, Unscaled):
+        scale = torch.rsqrt(x.squares.sum(dim=1, keepdim=True) / x.rows.shape[1] + x.eps)
+        y = F.linear(x.rows.float(), weight.float()) * scale
+        return y if bias is None else y + bias.float()
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 class Config(NamedTuple):
@@ -53,6 +106,8 @@ class Config(NamedTuple):
     warps: int
     stages: int
     prefetch: int  # steps of inner_block whose weights are asked for before the wait
+    weights_first: int = 0  # 1: columns are the tall side of the tensor cores' product, rows the other
+    reads_unscaled: int = 0  # 1: the norm before it is begun by the product before that
 
 
 @functools.cache
@@ -60,20 +115,53 @@ def config(operation: str, device: torch.device, dtype: torch.dtype, rows: int, 
     """None: the library's product is to run, as it is for float32, whose tiles would not fit."""
     if not 0 < rows <= MAX_ROWS or dtype.itemsize != 2:
         return None
-    entries = table(device).get(operation, {}).get(f"{columns}x{size}", {})
+    return config_of(table(device).get(operation, {}).get(f"{columns}x{size}", {}), rows)
+
+
+def config_of(entries: Mapping[str, list[int]], rows: int) -> Config | None:
+    """From a shape's part of a table."""
     measured = min((int(most) for most in entries if int(most) >= rows), default=None)
-    return None if measured is None else Config(*entries[str(measured)])
+    found = [] if measured is None else entries[str(measured)]
+    return Config(*found) if found else None
 
 
-def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tuned: Config) -> Tensor:
+def _needed(operation: str, x: Tensor, columns: int, size: int) -> Config:
+    tuned = config(operation, x.device, x.dtype, x.shape[0], columns, size)
+    if tuned is None:
+        raise ValueError(f"{operation} of {x.shape[0]} rows, {columns}x{size}, is the library's: ask begins_norm first")
+    return tuned
+
+
+def linear_triton(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None, tuned: Config) -> Tensor:
     return _launch(x, weight, bias, False, tuned)
 
 
-def gated_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tuned: Config) -> Tensor:
+def gated_linear_triton(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None, tuned: Config) -> Tensor:
     return _launch(x, weight, bias, True, tuned)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: Config) -> Tensor:
+def linear_add_norm_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float, tuned: Config
+) -> Unscaled:
+    if not residual.is_contiguous():
+        raise ValueError(f"residual must be contiguous, got {tuple(residual.shape)} with strides {residual.stride()}")
+    squares = torch.empty(len(x), cdiv(len(weight), tuned.column_block), dtype=torch.float32, device=x.device)
+    return Unscaled(_launch(x, weight, bias, False, tuned, (residual, norm, squares)), squares, eps)
+
+
+def _launch(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    tuned: Config,
+    added: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """added: residual, norm and squares of `linear_add_norm`."""
+    read_squares, parts, eps = None, 0, 0.0
+    if isinstance(x, Unscaled):
+        x, read_squares, eps = x
+        parts = read_squares.shape[1]
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"x must have contiguous rows and weight be contiguous, got strides {x.stride()} and {weight.stride()}")
     (rows, size), columns = x.shape, weight.shape[0] // (2 if gated else 1)
@@ -86,25 +174,37 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tuned: 
     even = size % (tuned.inner_block * tuned.splits) == 0 and columns % tuned.column_block == 0
     steps_ahead = tuned.prefetch if size * weight.element_size() % 16 == 0 else 0  # where the copy engine can address the rows
     early = even and tuned.row_block == 1 and size == tuned.inner_block * tuned.splits
+    residual, norm, squares = added or (None, None, None)
     _linear_kernel[(column_tiles, tuned.splits, row_tiles)](
-        x, weight, bias, y, partial, counters(x.device), rows, columns, size, x.stride(0),
-        gated, bias is not None, even, early, tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block,
-        tuned.stages, steps_ahead, num_warps=tuned.warps, **pdl_options(x.device),
+        x, weight, bias, y, partial, counters(x.device), residual, norm, squares, read_squares,
+        rows, columns, size, x.stride(0), parts, eps,
+        gated, bias is not None, added is not None, next_power_of_2(parts) if parts else 0, even, early, tuned.weights_first == 1,
+        tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block, tuned.stages, steps_ahead,
+        num_warps=tuned.warps, **pdl_options(x.device),
     )  # fmt: skip
     return y
 
 
 @triton.jit(do_not_specialize=["rows"])  # one kernel for all sizes of batch, or a worker would compile it for each kind of them
 def _linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, rows, columns, size, row_stride,
-    GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, residual_ptr, norm_ptr, squares_ptr, read_squares_ptr,
+    rows, columns, size, row_stride, parts, eps,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """EVEN: shares are whole steps and tiles full of columns, so that weights need no mask. EARLY: a share is one step of one row,
-    whose weights are in registers before the wait."""
+    """ADD: of `linear_add_norm`. PARTS: of the squares of Unscaled rows, padded; 0: they are scaled.
+
+    EVEN: shares are whole steps and tiles full of columns, so that weights need no mask. EARLY: a share is one step of one row,
+    whose weights are in registers before the wait.
+    """
     column_tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < columns
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    in_rows = row < rows
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    inside = in_rows[:, None] & in_columns[None, :]
     gate_ptr = weight_ptr + column.to(tl.int64)[:, None] * size
     up_ptr = weight_ptr + (column.to(tl.int64) + columns)[:, None] * size
     steps = tl.cdiv(tl.cdiv(size, INNER), SPLITS)
@@ -115,6 +215,9 @@ def _linear_kernel(
         early_gate = tl.load(gate_ptr + early_inner)
         if GATED:
             early_up = tl.load(up_ptr + early_inner)
+    if ADD:
+        residual = tl.load(residual_ptr + place, mask=inside, other=0.0)
+        norm = tl.load(norm_ptr + column, mask=in_columns, other=0.0)
     if PDL:
         if PREFETCH and not EARLY:
             _ask_ahead(gate_ptr, begin, end, in_columns, INNER, PREFETCH)
@@ -123,35 +226,41 @@ def _linear_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    in_rows = row < rows
+    if PARTS:
+        part = tl.arange(0, PARTS)[None, :]
+        part_ptr = read_squares_ptr + row[:, None] * parts + part
+        in_parts = in_rows[:, None] & (part < parts)
+        if SPLITS == 1:  # ahead of the loop, added up after it
+            squares = tl.load(part_ptr, mask=in_parts, other=0.0)
     x_row_ptr = x_ptr + row.to(tl.int64)[:, None] * row_stride
     # Without tensor cores every thread keeps sums of its own, added up after the loop.
-    HEIGHT: tl.constexpr = COLUMNS if ROWS == 1 else ROWS
-    WIDTH: tl.constexpr = INNER if ROWS == 1 else COLUMNS
+    HEIGHT: tl.constexpr = COLUMNS if ROWS == 1 or WEIGHTS_FIRST else ROWS
+    WIDTH: tl.constexpr = INNER if ROWS == 1 else (ROWS if WEIGHTS_FIRST else COLUMNS)
     total = tl.zeros([HEIGHT, WIDTH], tl.float32)
     total_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
     if EARLY:
         x = tl.load(x_row_ptr + early_inner)
-        total = _add_product(total, x, early_gate, ROWS)
+        total = _add_product(total, x, early_gate, ROWS, WEIGHTS_FIRST)
         if GATED:
-            total_up = _add_product(total_up, x, early_up, ROWS)
+            total_up = _add_product(total_up, x, early_up, ROWS, WEIGHTS_FIRST)
     else:
         for start in tl.range(begin, end, INNER, num_stages=STAGES):
             inner = start + tl.arange(0, INNER)[None, :]
             in_weight = None if EVEN else in_columns[:, None] & (inner < end)
             x = tl.load(x_row_ptr + inner, mask=in_rows[:, None] & (inner < end), other=0.0)
             gate = tl.load(gate_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
-            total = _add_product(total, x, gate, ROWS)
+            total = _add_product(total, x, gate, ROWS, WEIGHTS_FIRST)
             if GATED:
                 up = tl.load(up_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
-                total_up = _add_product(total_up, x, up, ROWS)
+                total_up = _add_product(total_up, x, up, ROWS, WEIGHTS_FIRST)
     if ROWS == 1:
         total = tl.sum(total, axis=1)[None, :]
         total_up = tl.sum(total_up, axis=1)[None, :]
+    elif WEIGHTS_FIRST:
+        total = tl.trans(total)
+        total_up = tl.trans(total_up)
 
-    place = row.to(tl.int64)[:, None] * columns + column[None, :]
-    inside = in_rows[:, None] & in_columns[None, :]
+    last = True
     if SPLITS > 1:
         plane = rows * columns  # the shares: [SPLITS, gate and up, M, N]
         PLANES: tl.constexpr = 2 if GATED else 1
@@ -161,8 +270,12 @@ def _linear_kernel(
             tl.store(share_ptr + plane, total_up, mask=inside)
         tl.debug_barrier()  # all threads' stores before the one thread's release
         counter_ptr = counters_ptr + row_tile * tl.num_programs(0) + column_tile
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1:
+        last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        if SPLITS > 1:
             tl.store(counter_ptr, 0)
+            if PARTS:
+                late_squares = tl.load(part_ptr, mask=in_parts, other=0.0)
             total = tl.zeros([ROWS, COLUMNS], tl.float32)
             total_up = tl.zeros([ROWS, COLUMNS], tl.float32)
             for share in tl.static_range(SPLITS):
@@ -170,29 +283,34 @@ def _linear_kernel(
                 total += tl.load(share_ptr, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
                     total_up += tl.load(share_ptr + plane, mask=inside, other=0.0, cache_modifier=".cg")
-            _finish(y_ptr + place, total, total_up, bias_ptr, column, columns, inside, GATED, BIAS)
-    else:
-        _finish(y_ptr + place, total, total_up, bias_ptr, column, columns, inside, GATED, BIAS)
+        if PARTS:
+            scale = tl.rsqrt(tl.sum(late_squares if SPLITS > 1 else squares, axis=1) / size + eps)[:, None]
+            total *= scale
+            total_up *= scale
+        if BIAS:
+            total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                total_up += tl.load(bias_ptr + columns + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            total = total * tl.sigmoid(total) * total_up
+        if ADD:
+            added = (total.to(y_ptr.dtype.element_ty).to(tl.float32) + residual.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+            tl.store(residual_ptr + place, added, mask=inside)
+            values = tl.where(inside, added.to(tl.float32), 0.0)
+            tl.store(squares_ptr + row * tl.num_programs(0) + column_tile, tl.sum(values * values, axis=1), mask=in_rows)
+            total = values * norm.to(tl.float32)[None, :]
+        tl.store(y_ptr + place, total, mask=inside)
 
 
 @triton.jit
-def _add_product(total, x, weight, ROWS: tl.constexpr):
+def _add_product(total, x, weight, ROWS: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):
     if ROWS == 1:
         total += x.to(tl.float32) * weight.to(tl.float32)
+    elif WEIGHTS_FIRST:
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
     else:
         total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def _finish(y_ptr, total, total_up, bias_ptr, column, columns, inside, GATED: tl.constexpr, BIAS: tl.constexpr):
-    if BIAS:
-        total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            total_up += tl.load(bias_ptr + columns + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        total = total * tl.sigmoid(total) * total_up
-    tl.store(y_ptr, total, mask=inside)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
     {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same}
 
-An entry serves up to that many rows, the least such entry; where there is none, the library's product runs.
+An entry serves up to that many rows, the least such entry; where there is none, or an empty one, the library's product runs.
 """
 
 import functools

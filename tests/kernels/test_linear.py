@@ -1,7 +1,20 @@
 import pytest
 import torch
 
-from kernels.linear import Config, config, gated_linear, gated_linear_torch, gated_linear_triton, linear, linear_torch, linear_triton
+from kernels.linear import (
+    Config,
+    begins_norm,
+    config,
+    gated_linear,
+    gated_linear_torch,
+    gated_linear_triton,
+    linear,
+    linear_add_norm,
+    linear_add_norm_torch,
+    linear_add_norm_triton,
+    linear_torch,
+    linear_triton,
+)
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, randn
 
 KERNELS = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="tests the kernel beside its reference")
@@ -15,7 +28,16 @@ CASES = [
     (20, 64, 128, Config(32, 32, 32, 4, 4, 2, 1)),
     (37, 70, 128, Config(16, 32, 64, 1, 4, 3, 2)),
     (64, 128, 192, Config(64, 32, 64, 2, 4, 3, 0)),
+    (5, 72, 128, Config(8, 64, 32, 2, 4, 2, 1, weights_first=1)),
 ]
+# Of two products: a row by each of the vector ways, tiles with and without shares, columns that do not fill the last tile; biases or not.
+PAIRS = [
+    (1, 40, Config(1, 8, 64, 1, 4, 2, 1), Config(1, 8, 64, 1, 4, 2, 1), False),
+    (2, 128, Config(1, 16, 128, 1, 4, 1, 0), Config(1, 16, 64, 2, 4, 1, 0), True),
+    (5, 72, Config(16, 16, 32, 3, 4, 2, 1), Config(8, 64, 32, 1, 4, 2, 1, weights_first=1), True),
+    (20, 80, Config(8, 64, 32, 1, 4, 2, 1, weights_first=1), Config(32, 16, 32, 2, 4, 2, 1), False),
+]
+EPS = 1e-6
 
 
 @KERNELS
@@ -44,6 +66,28 @@ def test_gated_linear_matches_float64(rows, columns, size, tuned, dtype, biased)
 
 
 @KERNELS
+@pytest.mark.parametrize("rows, hidden, writer, reader, biased", PAIRS)
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_two_products_make_the_norm_between_them(rows, hidden, writer, reader, biased, dtype):
+    x, first, norm = randn(rows, 128, seed=1, dtype=dtype), randn(hidden, 128, seed=2, dtype=dtype) / 11, randn(hidden, seed=3, dtype=dtype)
+    second, residual = randn(48, hidden, seed=4, dtype=dtype) / hidden**0.5, 3 * randn(rows, hidden, seed=5, dtype=dtype)
+    biases = [randn(size, seed=6, dtype=dtype) if biased else None for size in (hidden, 48)]
+    total = (residual.float() + linear_triton(x, first, biases[0], writer).float()).to(dtype)
+    normed = total.double() * torch.rsqrt(total.double().square().mean(dim=1, keepdim=True) + EPS) * norm.double()
+    expected = normed @ second.double().T + (0 if biases[1] is None else biases[1].double())
+    gate, up = expected.chunk(2, dim=1)
+
+    kept = residual.clone()
+    unscaled = linear_add_norm_triton(x, first, biases[0], residual, norm, EPS, writer)
+    assert residual.equal(total)
+    assert_near(linear_triton(unscaled, second, biases[1], reader), expected, ulps=4, floor=1e-5)
+    assert_near(gated_linear_triton(unscaled, second, biases[1], reader), gate / (1 + (-gate).exp()) * up, ulps=8, floor=1e-5)
+    unscaled = linear_add_norm_torch(x, first, biases[0], kept, norm, EPS)
+    assert_near(kept, total.double(), ulps=2, floor=1e-5)
+    assert_near(linear_torch(unscaled, second, biases[1]), expected, ulps=8, floor=1e-5)
+
+
+@KERNELS
 @pytest.mark.parametrize("strided", [False, True])
 def test_shares_are_added_in_one_order(strided):
     x, weight = randn(8, 512, seed=1, dtype=torch.float16), randn(48, 256, seed=2, dtype=torch.float16)
@@ -64,7 +108,7 @@ def test_without_an_entry_the_library_computes():
 
 
 def test_an_entry_serves_up_to_its_rows_in_half_precision(monkeypatch):
-    entries = {"1": [1, 8, 1024, 1, 4, 1, 0], "16": [16, 16, 256, 1, 4, 3, 0]}
+    entries = {"1": [1, 8, 1024, 1, 4, 1, 0], "8": [], "16": [16, 16, 256, 1, 4, 3, 0]}
     monkeypatch.setattr("kernels.linear.table", lambda device: {"linear": {"64x1024": entries}})
     config.cache_clear()
 
@@ -72,9 +116,28 @@ def test_an_entry_serves_up_to_its_rows_in_half_precision(monkeypatch):
         found = config("linear", DEVICE, dtype, rows, columns, 1024)
         return found and found.row_block
 
-    assert [row_block(rows) for rows in (0, 1, 2, 16, 17, 65)] == [None, 1, 16, 16, None, None]
+    assert [row_block(rows) for rows in (0, 1, 2, 8, 9, 16, 17, 65)] == [None, 1, None, None, 16, 16, None, None]
     assert row_block(1, columns=65) is None
     assert row_block(1, dtype=torch.float32) is None
+    config.cache_clear()
+
+
+def test_a_norm_is_begun_where_both_products_are_the_kernels_and_the_table_says_so(monkeypatch):
+    plain, reads = [1, 8, 64, 1, 4, 1, 0], [1, 8, 64, 1, 4, 1, 0, 0, 1]
+    entries = {"linear": {"64x32": {"1": plain, "16": []}, "96x64": {"16": reads}}, "gated_linear": {"96x64": {"1": plain, "16": reads}}}
+    monkeypatch.setattr("kernels.linear.table", lambda device: entries)
+    config.cache_clear()
+    weight, reader = torch.zeros(64, 32, dtype=torch.bfloat16), torch.zeros(192, 64, dtype=torch.bfloat16)
+
+    def begins(rows: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return begins_norm(torch.zeros(rows, 32, dtype=dtype), weight, reader if gated else reader[:96], gated)
+
+    assert begins(1, gated=False)
+    assert not begins(1, gated=True)  # as the table says
+    assert not begins(2, gated=True)  # the first product is the library's
+    assert not begins(1, gated=False, dtype=torch.float16)
+    with pytest.raises(ValueError, match="is the library's"):
+        linear_add_norm(torch.zeros(2, 32, dtype=torch.bfloat16), weight, None, torch.zeros(2, 64), torch.zeros(64), EPS)
     config.cache_clear()
 
 
