@@ -16,7 +16,7 @@ from shared.protocol.logprobs import LOGPROB, Logprobs, logprobs_from_bytes
 from shared.protocol.plan import Int32s, ids_from_bytes, ids_to_bytes
 
 MAX_PACKET_BYTES = 1 << 17
-_DONE = struct.Struct("<qqqq")
+_DONE = struct.Struct("<qqqqq")
 _SCORED = struct.Struct("<q")
 RECORDS_PER_PACKET = MAX_PACKET_BYTES // 2 // LOGPROB.itemsize
 
@@ -63,6 +63,7 @@ class Done:
     start_us: int
     end_us: int
     idle_us: int  # since the iteration before, with nothing to do
+    launch_us: int  # that its launch took, and before the first of a plan the plan's reading
     ids: Int32s
 
 
@@ -86,7 +87,8 @@ def scored(plan: int, records: Logprobs) -> Iterator[Scored]:
 def encode(message: Message) -> bytes:
     match message:
         case Done():
-            return b"D" + _DONE.pack(message.plan, message.start_us, message.end_us, message.idle_us) + ids_to_bytes(message.ids)
+            times = message.start_us, message.end_us, message.idle_us, message.launch_us
+            return b"D" + _DONE.pack(message.plan, *times) + ids_to_bytes(message.ids)
         case Scored():
             return b"S" + _SCORED.pack(message.plan) + message.records.tobytes()
         case Ready():
@@ -112,8 +114,8 @@ def decode(packet: bytes) -> Message:
 def _decoded(packet: bytes) -> Message:
     kind, body = packet[:1], packet[1:]
     if kind == b"D":
-        plan, start_us, end_us, idle_us = _DONE.unpack_from(body)
-        return Done(plan, start_us, end_us, idle_us, ids_from_bytes(body[_DONE.size :]))
+        plan, start_us, end_us, idle_us, launch_us = _DONE.unpack_from(body)
+        return Done(plan, start_us, end_us, idle_us, launch_us, ids_from_bytes(body[_DONE.size :]))
     if kind == b"S":
         return Scored(_SCORED.unpack_from(body)[0], logprobs_from_bytes(body[_SCORED.size :]))
     content = json.loads(body)

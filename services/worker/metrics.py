@@ -12,9 +12,10 @@ from prometheus_client.registry import Collector
 
 from services.worker.distributed.sums import Sums
 from services.worker.engine.interface import Memory
-from shared.metrics import STEP_BUCKETS
+from shared.metrics import COST_BUCKETS, STEP_BUCKETS
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+KINDS = ("decode", "prefill")  # of iterations
 
 RankPids = Callable[[], Mapping[int, int]]  # by rank
 
@@ -29,6 +30,13 @@ class WorkerMetrics:
             "Time of one iteration, by whether it had prefill rows.",
             ["engine", "kind"],
             buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self.launch = Histogram(
+            "lockstep_worker_launch_seconds",
+            "Time in which the host launched an iteration, by whether it had prefill rows.",
+            ["engine", "kind"],
+            buckets=COST_BUCKETS,
             registry=registry,
         )
         self.busy = Counter("lockstep_worker_busy_seconds", "Time in which the group computed.", labels, registry=registry)
@@ -88,7 +96,8 @@ class GroupMetrics:
 
     def __init__(self, all_groups: WorkerMetrics, engine: str, ranks: int) -> None:
         self._all, self._engine = all_groups, engine
-        self._steps = {kind: all_groups.step.labels(engine, kind) for kind in ("decode", "prefill")}
+        self._steps = {kind: all_groups.step.labels(engine, kind) for kind in KINDS}
+        self._launches = {kind: all_groups.launch.labels(engine, kind) for kind in KINDS}
         self._busy, self._idle = all_groups.busy.labels(engine), all_groups.idle.labels(engine)
         self._plans, self._refused = all_groups.plans.labels(engine), all_groups.refused.labels(engine)
         self._gathered, self._gathered_rows = all_groups.gathered.labels(engine), 0
@@ -110,6 +119,11 @@ class GroupMetrics:
         """Start-up has come so far."""
         self._startup.advance(phase, progress)
 
+    @property
+    def startup_seconds(self) -> dict[str, float]:
+        """By phase, in their order."""
+        return self._startup.seconds()
+
     def memory(self, rank: int, memory: Memory) -> None:
         """What a rank holds once it is ready."""
         self._memory[rank]["weights"].set(memory.weights)
@@ -123,9 +137,11 @@ class GroupMetrics:
             self._all.sum_seconds.labels(*labels).set(each.seconds)
             self._all.sum_bandwidth.labels(*labels).set(each.bus_bandwidth)
 
-    def iteration(self, busy_us: int, idle_us: int, prefill: bool) -> None:
-        """One is finished; `idle_us` passed before it."""
-        self._steps["prefill" if prefill else "decode"].observe(busy_us / 1e6)
+    def iteration(self, busy_us: int, idle_us: int, launch_us: int, prefill: bool) -> None:
+        """One is finished; `idle_us` passed before it, and its launch took `launch_us`."""
+        kind = KINDS[prefill]
+        self._steps[kind].observe(busy_us / 1e6)
+        self._launches[kind].observe(launch_us / 1e6)
         self._busy.inc(busy_us / 1e6)
         self._idle.inc(idle_us / 1e6)
 

@@ -85,7 +85,7 @@ class SimulatedRanks:
                 case "stall":
                     return
         idle_us = start_us - self._free_at_us if self._free_at_us else 0
-        done, records = Done(number, start_us, start_us + step_us, idle_us, ids), step.logprobs(ids)
+        done, records = Done(number, start_us, start_us + step_us, idle_us, 0, ids), step.logprobs(ids)
         self._timers.at(done.end_us, lambda: self._end(done, records))
 
     def _end(self, done: Done, records: Logprobs) -> None:

@@ -247,6 +247,8 @@ class Supervisor:
         (self.facts,) = facts
         self.limits = self.limits_of(self.facts)
         self._enter("ready", 1.0)
+        seconds = self.metrics.startup_seconds
+        logger.info("ready in %.1f s: %s", sum(seconds.values()), ", ".join(f"{phase} {each:.2f}" for phase, each in seconds.items()))
         self._ready.set()
 
     def limits_of(self, facts: Facts) -> Limits:
@@ -268,7 +270,7 @@ class Supervisor:
             return
         queued.done.append(done)
         self._launch()
-        self.metrics.iteration(done.end_us - done.start_us, done.idle_us, prefill=len(queued.plan.prefill_slots) > 0)
+        self.metrics.iteration(done.end_us - done.start_us, done.idle_us, done.launch_us, prefill=len(queued.plan.prefill_slots) > 0)
         if len(queued.done) == queued.plan.iterations:
             self.metrics.plan_done()
             if self._local is not None:

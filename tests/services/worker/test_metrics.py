@@ -59,6 +59,8 @@ async def test_steps_and_refused_plans_are_counted_and_start_up_is_told(tmp_path
     assert changed["lockstep_worker_streams_total{engine=blue}"] == 1
     assert changed["lockstep_worker_step_seconds_count{engine=blue,kind=prefill}"] == 1
     assert changed["lockstep_worker_step_seconds_count{engine=blue,kind=decode}"] == 4
+    assert changed["lockstep_worker_launch_seconds_count{engine=blue,kind=decode}"] == 4
+    assert 0 < changed["lockstep_worker_launch_seconds_sum{engine=blue,kind=prefill}"] <= busy
     assert after["lockstep_worker_ready{engine=blue}"] == after["lockstep_worker_startup_progress_ratio{engine=blue}"] == 1
     assert after["lockstep_worker_startup_seconds{engine=blue,phase=starting ranks}"] > 0
     assert all(after[f"lockstep_worker_rank_resident_memory_bytes{{engine=blue,rank={rank}}}"] > 1e6 for rank in (0, 1))

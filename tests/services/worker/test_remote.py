@@ -71,7 +71,7 @@ async def test_what_ranks_say_and_where_they_are_is_passed_on() -> None:
     "rank, message, standings",
     [
         (1, encode(Loading("loading weights", 0.5)), STANDINGS),
-        (2, encode(Done(1, 0, 0, 0, np.empty(0, dtype=np.int32))), STANDINGS),
+        (2, encode(Done(1, 0, 0, 0, 0, np.empty(0, dtype=np.int32))), STANDINGS),
         (2, b"", STANDINGS),
         (2, b"L{}", STANDINGS),
         (2, encode(Loading("loading weights", 0.5)), STANDINGS[:1]),
