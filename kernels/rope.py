@@ -25,6 +25,7 @@ def rope_and_store(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     query_scale: Tensor | None = None,
+    heads: int | None = None,
 ) -> Tensor:
     """Rotates q `[T, Q, H]` and k `[T, K, H]`, writes k and v `[T, K, H]` to the cache; returns q, contiguous `[T, Q, H]`.
 
@@ -33,6 +34,8 @@ def rope_and_store(
     locations `[T]` int64: page * N + offset of each token in k_cache and v_cache `[P, N, K, H]`.
     q_norm and k_norm `[H]`: weights of an RMSNorm over each head before the rotation.
     query_scale `[L]` float32: a factor of the rotated queries by position.
+    heads: of a program on a GPU, a power of two; chosen by shape if None. With a fixed number a token's result does not depend on the
+    others, bit by bit.
     All in float32 between load and store. q, k and v may be strided views whose last dimension is contiguous.
     On a GPU positions and locations must not come from the kernel just before: they are read ahead of its end.
     Raises ValueError for other strides and for a cache that is not contiguous.
@@ -41,8 +44,9 @@ def rope_and_store(
         raise ValueError(f"the last dimension of q, k and v must be contiguous, got strides {q.stride()}, {k.stride()}, {v.stride()}")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError(f"the caches must be contiguous [P, N, K, H], got strides {k_cache.stride()} and {v_cache.stride()}")
-    implementation = rope_and_store_triton if q.is_cuda else rope_and_store_torch
-    return implementation(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps, query_scale)
+    if not q.is_cuda:
+        return rope_and_store_torch(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps, query_scale)
+    return rope_and_store_triton(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps, query_scale, heads)
 
 
 def rope_and_store_torch(
@@ -88,13 +92,15 @@ def rope_and_store_triton(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     query_scale: Tensor | None = None,
+    heads: int | None = None,
 ) -> Tensor:
     (tokens, q_heads, head_size), kv_heads, rotated = q.shape, k.shape[1], table.shape[1]
     out = q.new_empty(tokens, q_heads, head_size)
     if tokens == 0:
         return out
     # One head a program while that leaves multiprocessors idle, then enough heads that a program moves a few kilobytes.
-    heads = 1 if tokens * (q_heads + kv_heads) <= 16 * multiprocessors(q.device) else min(next_power_of_2(kv_heads), 8)
+    few = tokens * (q_heads + kv_heads) <= 16 * multiprocessors(q.device)
+    heads = heads or (1 if few else min(next_power_of_2(kv_heads), 8))
     _rope_and_store_kernel[(tokens, cdiv(q_heads, heads) + cdiv(kv_heads, heads))](
         q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, query_scale, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps, q_heads, kv_heads, head_size, rotated // 2,

@@ -55,8 +55,9 @@ class WorkerSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU.")
     deterministic: bool = Field(
         False,
-        description="On a CPU: a row's bits depend on its own tokens alone, not on batch, chunk or page size. One thread a rank, slow.",
+        description="A row's bits depend on its own tokens alone, not on batch, chunk or page size. Slower; on a CPU one thread a rank.",
     )
+    compile_ahead: bool = Field(False, description="On a GPU: kernels are compiled in parallel before steps are tried.")
     load_format: LoadFormat = Field("auto", description="auto: the folder's safetensors files; random: made up, for benchmarks.")
     max_model_len: int | None = Field(None, ge=1, description="Tokens of prompt and completion together; default: what the model allows.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens of one page of the KV cache.")

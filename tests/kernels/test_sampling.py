@@ -5,7 +5,8 @@ from torch import Tensor
 from kernels.noise import gumbel
 from kernels.sampling import FAILED, greedy_torch, greedy_triton, sample_torch, sample_triton
 from kernels.search import ROOM
-from tests.kernels.support import DEVICE, INTERPRETED, generator, implementations, randn
+from tests.chi_square import assert_distributed
+from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU, generator, implementations, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # NumPy, in the interpreter
 
@@ -159,12 +160,47 @@ def test_a_row_does_not_depend_on_its_batch(implementation):
     assert torch.cat(alone).equal(together)
 
 
+def exact(logits: Tensor, settings: Settings) -> Tensor:
+    """The probability of each column `[V]`, float64, by the definition."""
+    temperature, top_k, top_p, min_p = settings
+    ordered, order = logits.double().cpu().sort(descending=True, stable=True)
+    probability = (ordered / temperature).softmax(dim=0)
+    if top_k > 0:
+        probability[top_k:] = 0
+    probability /= probability.sum()
+    before = probability.cumsum(dim=0) - probability
+    kept = ((before < top_p) | (top_p >= 1)) & (probability >= min_p * probability[0])
+    probability = probability.where(kept, 0.0)
+    return torch.zeros_like(probability).index_copy_(0, order, probability / probability.sum())
+
+
+DISTRIBUTIONS: list[Settings] = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.0),
+    (2.5, 17, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.05),
+    (1.3, 30, 0.85, 0.03),
+]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="thousands of rows are too many for the interpreter")
 @pytest.mark.parametrize("implementation", SAMPLERS)
-@pytest.mark.parametrize("settings, kept", [((0.7, 0, 1.0, 0.0), 12), ((0.7, 5, 1.0, 0.0), 5)])
-def test_frequencies_are_the_softmax(implementation, settings, kept):
-    rows, logits = 20_000, torch.linspace(2, -2, 12, device=DEVICE)
-    ids = implementation(logits.expand(rows, -1).contiguous(), *parameters([settings] * rows, seed=4))
-    probability = torch.cat(((logits[:kept] / settings[0]).softmax(dim=0), torch.zeros(12 - kept, device=DEVICE)))
-    frequency = torch.bincount(ids.long(), minlength=12) / rows
-    assert (frequency - probability).abs().max() < 4 * 0.5 / rows**0.5
+@pytest.mark.parametrize("settings", DISTRIBUTIONS)
+def test_ids_are_distributed_as_the_definition_says(implementation, settings):
+    rows, columns = (40_000, 5_000) if ON_GPU else (6_000, 100)
+    logits = 2 * randn(columns, seed=21)
+    logits[::3] = -INFINITY  # forbidden ones
+    arguments = parameters([settings] * rows, seed=4)
+    assert_distributed(implementation(logits.expand(rows, -1), *arguments), exact(logits, settings))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="thousands of rows are too many for the interpreter")
+@pytest.mark.parametrize("implementation", SAMPLERS)
+def test_ids_of_one_seed_are_distributed_over_positions(implementation):
+    rows, settings = 6_000, (1.0, 0, 0.95, 0.0)
+    logits = 1.5 * randn(64, seed=22)
+    *by_row, _ = parameters([settings] * rows, seed=5)
+    by_row[4] = by_row[4][:1].expand(rows).contiguous()
+    positions = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    assert_distributed(implementation(logits.expand(rows, -1), *by_row, positions), exact(logits, settings))

@@ -1,7 +1,9 @@
 """What one forward pass computes. T tokens, B rows (decode rows first), P prefill rows, S slots."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -21,3 +23,9 @@ class Batch:
     @property
     def rows(self) -> int:
         return len(self.slots)
+
+    @cached_property
+    def row_starts(self) -> Tensor:
+        """`[B + 1]` int32: where each row begins among the tokens, whose one token a decode row's chunk is."""
+        decodes = torch.arange(self.decode_rows, dtype=torch.int32, device=self.query_starts.device)
+        return torch.cat((decodes, self.query_starts + self.decode_rows))

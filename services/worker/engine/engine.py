@@ -58,6 +58,7 @@ class TorchEngine:
             group = communicator(spec.rank, spec.ranks, spec.rendezvous, device, kind, *timeouts, mark, progress, spec.peer_memory)
         self.sums = group.sums
 
+        progress("loading weights", 0.0)
         folder = ModelFolder(spec.model, spec.load_format)
         cls, config, remarks = describe(folder.config, folder.tensors.keys())
         if group.rank == 0:
@@ -90,8 +91,12 @@ class TorchEngine:
         self.token_ids = torch.empty(0)  # [pages * page_size] int32: whose keys and values the cache holds at each place
         shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
         budget = spec.kv_cache_memory_bytes or HOST_KV_CACHE_BYTES
-        if device.type == "cuda" and spec.num_pages is None and spec.kv_cache_memory_bytes is None:
-            budget = self._memory_left(shape, spec, progress)
+        if device.type == "cuda":
+            self._allocate(shape, 1)
+            if spec.compile_ahead:
+                self._rehearsal.prepare(spec.threads, progress)
+            if spec.num_pages is None and spec.kv_cache_memory_bytes is None:
+                budget = self._memory_left(spec, progress)
         pages = group.minimum(spec.num_pages or min(budget // shape.page_bytes, spec.slots * pages_per_slot + 1))
         if pages < 2:
             raise ConfigError(f"kv_cache_memory_bytes: {budget} hold no two pages of {shape.page_bytes} bytes")
@@ -105,6 +110,7 @@ class TorchEngine:
         self.graphs: Graphs | None = None
         if device.type == "cuda":
             self._rehearsal.compile(progress)
+            progress("trying what graphs are worth", 0.0)
             # The same on every rank: what they add up must have one size.
             most = group.minimum(self._rehearsal.tokens_worth_capturing()) if spec.cuda_graphs else 0
             sizes = PrefillSizes(spec.slots, most)
@@ -203,10 +209,9 @@ class TorchEngine:
         self.caches = allocate(shape, pages, self.device)
         self.token_ids = torch.zeros(pages * self.page_size, dtype=torch.int32, device=self.device)
 
-    def _memory_left(self, shape: CacheShape, spec: RankSpec, progress: Progress) -> int:
+    def _memory_left(self, spec: RankSpec, progress: Progress) -> int:
         """Bytes for the KV cache: the rank's part of the GPU less what is in use and what the largest step needs, which is tried."""
         progress("measuring memory", 0.0)
-        self._allocate(shape, 1)
         step_bytes = self._rehearsal.step_bytes()
         self.caches.clear()
         torch.cuda.empty_cache()

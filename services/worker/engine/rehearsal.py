@@ -3,16 +3,20 @@
 Their rows are of the slot that nobody has, so all that they write is in the scratch page.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from kernels.compilation import compile_noted, noting
 from services.worker.engine.features import NO_FEATURES, VARIANTS, Feature
 from services.worker.engine.interface import Progress
 from services.worker.engine.sections import Sections, row_sections
-from services.worker.engine.sizes import ALIGNED, MOST_ROWS, SMALL, aligned, launched_rows
+from services.worker.engine.sizes import ALIGNED, MOST_ROWS, SMALL, PrefillSizes, aligned, decode_sizes, launched_rows
+
+logger = logging.getLogger(__name__)
 
 BUSY = 2.0  # a step that computes for so many times as long as its launches take gains nothing from a graph
 
@@ -30,13 +34,40 @@ class Rehearsal:
         self._step, self._nobody, self._device = step, nobody, device
         self._slots, self._max_step_tokens = slots, max_step_tokens
 
-    def compile(self, progress: Progress) -> None:
-        """Runs every shape that a step with prefill is launched in."""
+    def prepare(self, threads: int, progress: Progress) -> None:
+        """Compiles in parallel nearly all that later steps launch, before any of them: what a dry run of their shapes tells."""
+        progress("compiling kernels", 0.0)
+        begin_s = time.monotonic()
+        with noting() as noted:
+            for rows, decodes, tokens in self._shapes:
+                if not decodes or tokens == aligned(self._max_step_tokens):
+                    self.run(rows, decodes, tokens, VARIANTS[-1])
+            for features in VARIANTS:
+                self.run(0, self._slots, 0, features)
+            for decodes in decode_sizes(self._slots):
+                self.run(0, decodes, 0, VARIANTS[-1])
+                self.run(ALIGNED, decodes, ALIGNED, VARIANTS[-1])
+            for size in PrefillSizes(self._slots, min(self._max_step_tokens, SMALL[-1])).captured:
+                self.run(size.rows, 0, size.tokens, VARIANTS[-1])
+        noted_s = time.monotonic()
+        compiled = compile_noted(noted, self._device, threads, lambda part: progress("compiling kernels", part))
+        logger.info(
+            "%d kernels, of which %d were compiled by %d threads, the others in Triton's cache: %.2f s to find them, %.2f s to bring them",
+            len(noted), compiled, threads, noted_s - begin_s, time.monotonic() - noted_s,
+        )  # fmt: skip
+
+    @property
+    def _shapes(self) -> list[tuple[int, int, int]]:
+        """Rows with prefill, decode rows, and prompt tokens of all steps with prefill that are launched."""
         largest = aligned(self._max_step_tokens)
         sizes = sorted({aligned(1 << power) for power in range(self._max_step_tokens.bit_length())} | {largest})
         rows = sorted({launched_rows(count) for count in range(1, self._slots + 1)})
         shapes = [(count, 0, largest) for count in rows]
-        shapes += [(rows[0], decodes, size) for decodes in (0, ALIGNED, aligned(self._slots)) for size in sizes]
+        return shapes + [(rows[0], decodes, size) for decodes in (0, ALIGNED, aligned(self._slots)) for size in sizes]
+
+    def compile(self, progress: Progress) -> None:
+        """Runs every shape that a step with prefill is launched in."""
+        shapes = self._shapes
         for number, shape in enumerate(shapes):
             progress("warming up", number / len(shapes))
             for features in VARIANTS[-1:] if number else VARIANTS:

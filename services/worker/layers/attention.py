@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from kernels.rope import rope_and_store
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
 from services.worker.layers.backends import Backends
@@ -19,7 +18,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, window: int | None, backends: Backends) -> None:
         """window: how many positions a token attends to, its own included; None: all up to it."""
         super().__init__()
-        self.head_dim, self.scale, self.window, self.attend = config.head_dim, config.scale, window, backends.attend
+        self.head_dim, self.scale, self.window = config.head_dim, config.scale, window
+        self.attend, self.rotate = backends.attend, backends.rotate
         self.qkv = qkv_linear(config.hidden_size, config.head_dim, config.q_heads, config.kv_heads, config.qkv_bias, backends)
         own = rows(share(config.q_heads, backends.group, "query heads"), config.head_dim)
         self.output = RowLinear("o_proj", config.q_heads * config.head_dim, own, config.hidden_size, config.output_bias, backends)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self.counts, dim=1)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         places = rotation.positions, rotation.table, batch.locations, cache.k, cache.v
-        q = rope_and_store(q, k, v, *places, q_norm, k_norm, self.eps, rotation.query_scale)
+        q = self.rotate(q, k, v, *places, q_norm, k_norm, self.eps, rotation.query_scale)
         output: Tensor = self.output(self.attend(q, cache, batch, self.scale, self.window).flatten(1))
         return output
 

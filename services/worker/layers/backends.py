@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.fixed_linear import fixed_gated_linear, fixed_linear
 from kernels.linear import gated_linear, linear
-from kernels.moe import moe
-from services.worker.attention.paged import paged_attention
+from kernels.moe import fixed_moe, moe
+from kernels.rope import rope_and_store
+from services.worker.attention.paged import chunked_attention, paged_attention
 from services.worker.attention.tiled import tiled_attention
 from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.ordered import OrderedCommunicator
@@ -18,7 +20,6 @@ from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
 from services.worker.layers.gemm import logits, tiled_gated_linear, tiled_linear
 from services.worker.moe.grouped import grouped
-from shared.errors import ConfigError
 
 # x [T, D], weight [N, D], bias [N] or None -> [T, N]; gated: weight [2 * N, D], bias [2 * N]; see `kernels.linear`
 LinearBackend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -28,6 +29,7 @@ LogitsBackend = Callable[[Tensor, Tensor], Tensor]
 AttentionBackend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
 # x [T, D], gate_up [E, 2 * I, D], down [E, D, I], weights and ids [T, N] -> [T, D]; see `moe.reference`
 ExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+RotationBackend = Callable[..., Tensor]  # see `kernels.rope.rope_and_store`
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,25 @@ class Backends:
     logits: LogitsBackend
     attend: AttentionBackend
     experts: ExpertsBackend
+    rotate: RotationBackend = rope_and_store
 
 
 def backends(group: Communicator, device: torch.device, deterministic: bool) -> Backends:
-    """deterministic: a row's bits depend on its own tokens alone; on a CPU, with one thread. Raises ConfigError on another device."""
-    if deterministic:
-        if device.type != "cpu":
-            raise ConfigError(f"deterministic: only on a CPU, these ranks compute on {device.type}")
-        experts: ExpertsBackend = partial(grouped, linear=tiled_linear)
+    """deterministic: a row's bits depend on its own tokens alone; on a CPU, with one thread."""
+    on_gpu = device.type == "cuda"
+    if not deterministic:
+        experts = moe if on_gpu else partial(grouped, linear=F.linear)
+        return Backends(group, linear, gated_linear, partial(logits, linear=linear), paged_attention, experts)
+    if on_gpu:
         return Backends(
-            OrderedCommunicator(group), tiled_linear, tiled_gated_linear, partial(logits, linear=tiled_linear), tiled_attention, experts
+            group=OrderedCommunicator(group),
+            linear=fixed_linear,
+            gated_linear=fixed_gated_linear,
+            logits=partial(fixed_linear, bias=None, dtype=torch.float32),
+            attend=chunked_attention,
+            experts=fixed_moe,
+            rotate=partial(rope_and_store, heads=1),
         )
-    experts = moe if device.type == "cuda" else partial(grouped, linear=F.linear)
-    return Backends(group, linear, gated_linear, partial(logits, linear=linear), paged_attention, experts)
+    tiled_experts: ExpertsBackend = partial(grouped, linear=tiled_linear)
+    tiled_logits = partial(logits, linear=tiled_linear)
+    return Backends(OrderedCommunicator(group), tiled_linear, tiled_gated_linear, tiled_logits, tiled_attention, tiled_experts)

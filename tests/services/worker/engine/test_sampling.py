@@ -21,6 +21,7 @@ from services.worker.engine.sampling import CANDIDATES, CandidateSampler, FullSa
 from services.worker.engine.slots import Slots
 from services.worker.layers.backends import Backends
 from services.worker.layers.vocabulary import VocabularyTable
+from tests.chi_square import assert_distributed
 from tests.services.worker.models.group import Group, Job, Local
 
 T = TypeVar("T")
@@ -138,6 +139,25 @@ def test_far_fewer_bytes_and_only_rows_without_a_small_top_k_are_gathered(size: 
     assert row_bytes({"top_k": 20}, {"top_k": 5, "top_p": 0.9}) == (8 * CANDIDATES, 0)
     assert row_bytes({"top_p": 0.9}, {"min_p": 0.1}) == (whole, 8)
     assert row_bytes({"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.9}, {}) == ((8 + 8 * CANDIDATES + whole + 8) // 4, 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 9}, {"top_p": 0.8}])
+def test_candidates_are_distributed_as_the_definition_says(settings: dict[str, float]) -> None:
+    rows, columns = 4_000, 41
+    logits = 2 * torch.randn(columns, generator=torch.Generator().manual_seed(5))
+    how = sampling(rows, {**settings, "temperature": 1.2})
+    probability = (logits.double() / 1.2).softmax(dim=0)
+    ordered, order = probability.sort(descending=True)
+    ordered[int(settings.get("top_k", columns)) :] = 0
+    ordered[ordered.cumsum(dim=0) - ordered >= settings.get("top_p", 1.0)] = 0
+    probability = torch.zeros_like(ordered).index_copy_(0, order, ordered / ordered.sum())
+
+    def compute(group: Threads) -> Tensor:
+        sampler = CandidateSampler(given_logits(group, logits[None]), Mark(None))
+        return sampler.choose(sampler.logits(logits.expand(rows, -1)), how)
+
+    for tokens in on_ranks(2, compute):
+        assert_distributed(tokens, probability)
 
 
 def test_the_other_sampler_gathers_all_logits() -> None:

@@ -1,0 +1,74 @@
+"""Kernels compiled ahead of their launches, many at a time: by itself Triton compiles each when it is first launched, one after the other,
+and has a C compiler build a launcher for each.
+
+A dry run tells which: within `noting`, a launch of what this process has not compiled is noted and skipped. Fresh memory is zeros there,
+since what a skipped launch should have written may be an index of the next operation.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+FRESH = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
+
+Noted = dict[str, tuple[JITFunction[Any], str]]  # a kernel and what to compile it for, each once
+
+
+class _ZeroMemory(TorchDispatchMode):
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if operation.overloadpacket in FRESH:
+            assert isinstance(result, Tensor)
+            result.zero_()
+        return result
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[Noted]:
+    """What runs within computes nothing of use. Not for threads that launch at the same time."""
+    noted: Noted = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        noted[f"{fn.module} {fn.name} {compile['key']}"] = fn.jit_function, compile["specialization_data"]
+        return True  # neither compiled nor launched
+
+    runtime: Any = triton.knobs.runtime
+    before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
+    try:
+        with _ZeroMemory():  # type: ignore[no-untyped-call]
+            yield noted
+    finally:
+        runtime.jit_cache_hook = before
+
+
+def compile_noted(noted: Noted, device: torch.device, threads: int, progress: Callable[[float], None]) -> int:
+    """Brings them to the device: compiled, or read from Triton's cache. Returns how many were compiled.
+
+    threads: most of the work is outside the interpreter, in LLVM, ptxas and the C compiler. progress: is told the share that is done.
+    """
+    found: list[bool] = []  # in Triton's cache
+
+    def listen(*, cache_hit: bool, **_: object) -> None:
+        found.append(cache_hit)
+
+    def bring(kernel: JITFunction[Any], specialisation: str) -> None:
+        kernel.preload(specialisation).run  # noqa: B018 - to ask for it builds the launcher and loads the binary
+
+    knobs: Any = triton.knobs.compilation
+    before, knobs.listener = knobs.listener, listen
+    try:
+        with ThreadPoolExecutor(threads, "compile", *((torch.cuda.set_device, (device,)) if device.type == "cuda" else ())) as pool:
+            wanted = [pool.submit(bring, *each) for each in noted.values()]
+            for number, done in enumerate(as_completed(wanted), 1):
+                done.result()
+                progress(number / len(wanted))
+    finally:
+        knobs.listener = before
+    return found.count(False)

@@ -1,0 +1,61 @@
+"""Kernels are compiled ahead by several threads, for a GPU that need not be here: a driver that stands for it loads nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from kernels.compilation import compile_noted, noting
+from kernels.embedding import embedding_triton
+from kernels.silu_and_mul import silu_and_mul_triton
+from tests.kernels.support import INTERPRETED, ON_GPU
+
+pytestmark = pytest.mark.skipif(INTERPRETED or ON_GPU, reason="compiles for a GPU that is not here")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    """Those that were built."""
+    built: list[Any] = []
+    hopper = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        launcher_cls=lambda source, metadata: built.append(metadata.name) or (lambda *arguments: None),
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
+        ),
+    )
+    before = driver._active
+    driver.set_active(hopper)  # type: ignore[arg-type]
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    yield built
+    driver._active = before
+
+
+def test_a_dry_run_tells_what_to_compile_and_its_memory_is_zeros(launchers: list[Any]) -> None:
+    def run() -> None:
+        for size in (64, 768, 64):  # of powers of two, and not
+            silu_and_mul_triton(torch.ones(4, 2 * size))
+        assert not embedding_triton(torch.zeros(3, dtype=torch.int32), torch.ones(2, 8), 0).any()
+
+    with noting() as noted:
+        run()
+    assert len(noted) == 3
+    assert not launchers
+    parts: list[float] = []
+    assert compile_noted(noted, CPU, 2, parts.append) == 3
+    assert parts == [pytest.approx(number / 3) for number in (1, 2, 3)]
+    assert sorted(launchers) == ["_embedding_kernel", "_silu_and_mul_kernel", "_silu_and_mul_kernel"]
+    with noting() as again:
+        run()  # now they are launched
+    assert not again
+    assert compile_noted(noted, CPU, 2, parts.append) == 0  # Triton's cache has them
