@@ -13,12 +13,13 @@ import pytest
 
 from services.scheduler.requests import Request
 from services.worker.engine.engine import TorchEngine
-from tests.gpu.test_engine import PAGE_SIZE, engine_of
+from tests.gpu.test_engine import engine_of
 from tests.services.joined import Joined, completion_scores, sampled, scored_request
 from tests.services.scheduler.build import make_request
 from tests.services.worker.models.checkpoints import MAX_LENGTH, VOCAB_SIZE, make, qwen3, qwen3_moe
 
-SLOTS, STEP_TOKENS, NEW_TOKENS = 8, 256, 12
+SLOTS, STEP_TOKENS, NEW_TOKENS = 8, 256, 16
+PAGE_SIZE = 4  # cuts at many places, and requests that grow by several pages
 MIXES = {"dense": 100, "experts": 60, "small": 40}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 MODELS: dict[str, Callable[[], Any]] = {
@@ -72,8 +73,8 @@ def bits_of(request: Request) -> Bits:
 @pytest.fixture(scope="module", params=MIXES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, TorchEngine]:
     folder: Path = make(MODELS[request.param]().bfloat16(), tmp_path_factory.mktemp(request.param))
-    pages = SLOTS * MAX_LENGTH // PAGE_SIZE + 1
-    return request.param, engine_of(folder, dtype="bfloat16", deterministic=True, num_pages=pages, max_step_tokens=STEP_TOKENS)
+    sizes = {"page_size": PAGE_SIZE, "num_pages": SLOTS * MAX_LENGTH // PAGE_SIZE + 1, "max_step_tokens": STEP_TOKENS}
+    return request.param, engine_of(folder, dtype="bfloat16", deterministic=True, **sizes)
 
 
 def test_the_bits_of_a_request_do_not_depend_on_its_mix(made: tuple[str, TorchEngine]) -> None:
@@ -96,7 +97,7 @@ def test_the_bits_of_a_request_do_not_depend_on_its_mix(made: tuple[str, TorchEn
             "prefix_cache": chance.random() < 0.8,
         }
         if few_pages:
-            options["pages"] = MAX_LENGTH // PAGE_SIZE + 8
+            options["pages"] = MAX_LENGTH // PAGE_SIZE + 2
         joined = Joined(engine, PAGE_SIZE, slots=SLOTS, **options)
         chosen = requests(chance.sample(range(count), chance.randint(2, 14)), scored)
         first = chance.randint(1, len(chosen))
