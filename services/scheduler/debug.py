@@ -37,6 +37,7 @@ def _group(group: Group, most: int) -> JSON:
         "limits": asdict(limits),
         "round_trip_s": lead.round_trip_us / 1e6,
         "margin_s": lead.margin_us / 1e6,
+        "last_result": times._asdict() if (times := group.last_times) is not None else None,
         "slots": [_slot(group, slot, request.request_id) for slot, request in running[:most]],
         "slots_not_listed": max(len(running) - most, 0),
     }

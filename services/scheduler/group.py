@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from services.scheduler.gathering import Gathering
 from services.scheduler.health import Health
@@ -25,6 +26,17 @@ Deliver = Callable[[list[Request], float], None]  # requests that have new token
 def longest_request(limits: Limits) -> int:
     """Tokens of the longest request that fits a group. The last token of a request is never written to the cache."""
     return min(limits.max_length, (limits.pages - 1) * limits.page_size + 1)
+
+
+class PlanTimes(NamedTuple):
+    """Of a plan whose result is in, in seconds: on the scheduler's clock when it was made and when its result came, on the worker's, which
+    on one host is the same, when it began and ended; and how long the worker had it."""
+
+    made_at_s: float
+    began_at_s: float
+    ended_at_s: float
+    result_at_s: float
+    hold_s: float
 
 
 class Group:
@@ -66,6 +78,7 @@ class Group:
         self.results = Results(name, self.occupancy, metrics)
         self.lead_us = 0  # of work queued behind the plan that runs, by estimate
         self.metrics = metrics
+        self.last_times: PlanTimes | None = None  # of the last result
         self._prefill_rate = Throughput()  # of steps with prefill
         self._ended = Meter(0.0)  # requests
         self._send, self._deliver, self._wake = send, deliver, wake
@@ -197,6 +210,7 @@ class Group:
     def _learn(self, result: StepResult, plan: Outstanding, now: float) -> None:
         """What its times tell, for later plans and for the metrics."""
         step_us = result.step_us
+        self.last_times = PlanTimes(plan.sent_at, result.start_us / 1e6, result.end_us / 1e6, now, result.hold_us / 1e6)
         self.step_times.observe(plan.decode_rows, plan.prefill_tokens, step_us)
         self.lead.on_computed(result.end_us - result.start_us)
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)

@@ -125,6 +125,7 @@ def _described(request: Request, now: float) -> JSON:
         "attempt": request.attempt,
         "tenant": request.tenant,
         "priority": request.priority,
+        "arrived_at_s": round(request.arrived_at, 6),  # on the monotonic clock of this host
         "age_s": round(now - request.arrived_at, 6),
         "end": _end(request),
         "slot": request.slot,

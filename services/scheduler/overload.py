@@ -35,10 +35,12 @@ class Overload:
 
 def _too_late(request: Request, groups: Sequence[Group], now: float) -> Rejected | None:
     """Better refused now than given up when its deadline has passed. A group that is left out is idle, and no measure."""
+    if request.deadline is None:
+        return None
     takers = [group for group in groups if not group.draining]
     takers = [group for group in takers if group.health.is_well] or takers
     wait_s = min((group.wait_s(now) for group in takers), default=0.0)
-    if request.deadline is None or now + wait_s < request.deadline:
+    if now + wait_s < request.deadline:
         return None
     return Rejected(REJECT_REASON_DEADLINE, f"it would start in {wait_s:.1f} s, after its deadline", _retry_ms(wait_s))
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from services.scheduler import routing
 from services.scheduler.deadlines import Deadlines
@@ -56,14 +56,16 @@ class Scheduler:
         metrics: SchedulerMetrics,
         now: float,
         history: History | None = None,
+        later: Callable[[Callable[[], None]], object] = lambda work: work(),
     ) -> None:
+        """later: does what nobody waits for, when what was delivered before is on its way."""
         self.model: Model | None = None
         self.groups: list[Group] = []
         self._load = Overload(max_waiting_requests, max_waiting_tokens, now)
         self._group_wait_s = group_wait_s
         self._deliver = deliver
         self._metrics = metrics
-        self._history = history or History()
+        self._history, self._later = history or History(), later
         self._requests: dict[Key, Request] = {}  # that have not ended
         self._group_of: dict[Request, Group] = {}
         self._placed: dict[Group, None] = {}  # groups that have requests which they were not yet told to begin
@@ -237,12 +239,13 @@ class Scheduler:
         failed = [request for request in ended if request.end is FAILED and self._may_go_on(request)]
         for request in failed:
             request.end = None
-        for request in ended:
-            if request.end is not None:
-                del self._requests[request.key]
-                self._count_end(request, self._group_of.pop(request, None), now)
-                self._load.on_end(now)
+        gone = [(request, self._group_of.pop(request, None)) for request in ended if request.end is not None]
+        for request, _ in gone:
+            del self._requests[request.key]
+            self._load.on_end(now)
         self._deliver(updated, now)
+        if gone:
+            self._later(lambda: self._count_ends(gone, now))
         drained = sum(self._group_of[request].draining for request in left)
         self._metrics.moved(drained, "drained")
         self._metrics.moved(len(left) - drained + len(failed), "failed")
@@ -258,6 +261,10 @@ class Scheduler:
             request.unplanned_moves += 1
         request.failed_at += (group,)
         return request.unplanned_moves <= MAX_UNPLANNED_MOVES
+
+    def _count_ends(self, gone: list[tuple[Request, Group | None]], now: float) -> None:
+        for request, group in gone:
+            self._count_end(request, group, now)
 
     def _count_end(self, request: Request, group: Group | None, now: float) -> None:
         """Once for each request, whatever the number of its attempts."""

@@ -48,6 +48,7 @@ class GenerationService(GenerationServicer):
             metrics,
             time.monotonic(),
             history,
+            later=lambda work: asyncio.get_running_loop().call_soon(work),
         )
         self._sessions: dict[int, GatewaySession] = {}
         self._stopping = False

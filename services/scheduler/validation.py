@@ -118,6 +118,8 @@ def _sampling(message: SamplingMessage, model: Model) -> Sampling:
 
 
 def _biases(message: SamplingMessage, model: Model) -> tuple[tuple[int, float], ...]:
+    if not message.bias_ids and not message.bias_values:
+        return ()
     ids = _ids("bias_ids", message.bias_ids, model)
     if len(message.bias_values) != 4 * len(ids) or len(ids) > MAX_BIASES:
         raise Refused(f"at most {MAX_BIASES} biases, a float32 each, got {len(ids)} ids and {len(message.bias_values)} bytes of values")

@@ -1,6 +1,7 @@
 """The scheduler's pages for people on its admin port, and its spans at a collector, over real gRPC and HTTP."""
 
 import asyncio
+import time
 from pathlib import Path
 
 from tests.otlp import attributes, collecting
@@ -28,6 +29,7 @@ async def test_requests_and_groups_are_shown_while_they_run_and_after(tmp_path: 
         assert ended["events"][2] | {"at_s": 0} == {"at_s": 0, "what": "chunk", "group": "group-0", "tokens": 30, "known": 0}
         (group,) = (await debug_page(tmp_path, "groups"))["groups"]
         assert (group["name"], group["running"], group["ready"]) == ("group-0", 1, True)
+        assert ended["arrived_at_s"] <= group["last_result"]["made_at_s"] < group["last_result"]["result_at_s"] <= time.monotonic()
         assert [slot["request_id"] for slot in group["slots"]] == ["second"]
         worker.running.set()
         await client.ended(2)

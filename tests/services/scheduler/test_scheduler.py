@@ -1,5 +1,6 @@
 """What comes in, where it goes, when it is given up; groups compute nothing here unless asked to."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +91,18 @@ def test_the_group_with_fewest_requests_is_chosen() -> None:
     for number in range(6):
         assert harness.submit(number) is None
     assert [group.load for group in harness.groups] == [3, 3]
+
+
+def test_clients_are_told_of_an_end_before_it_is_entered_in_the_books() -> None:
+    postponed: list[Callable[[], None]] = []
+    harness = Harness(later=postponed.append)
+    harness.submit(1, max_tokens=1)
+    harness.finish(harness.groups[0])
+    assert (1, 1) in harness.ends
+    assert harness.scheduler.requests_page(0.0)["ended"] == harness.scheduler.requests_page(0.0)["live"] == []
+    for work in postponed:
+        work()
+    assert [each["completion_tokens"] for each in harness.scheduler.requests_page(0.0)["ended"]] == [1]  # type: ignore[attr-defined]
 
 
 def test_a_request_goes_where_it_fits() -> None:
