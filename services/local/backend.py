@@ -56,7 +56,7 @@ class Backend:
             ports.append(await self._start(worker))
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
         progress.show("starting the scheduler")
-        own = ("--host", LOOPBACK, *SCHEDULER, *(f"--worker={address}" for address in addresses))
+        own = ("--host", LOOPBACK, *SCHEDULER, *_quiet(os.environ), *(f"--worker={address}" for address in addresses))
         scheduler = await self._start(Child("scheduler", own, self.logs, logging.ERROR))  # it warns of workers that are not ready yet
         for worker, address in zip(self._workers, addresses, strict=True):
             self.groups.append(await self.unless_ended(until_loaded(address, progress, f"{worker.name}: ", _is_taken)))
@@ -106,6 +106,11 @@ class Backend:
 def _is_taken(group: pb.WorkerGroup) -> bool:
     """It is ready, and a scheduler has a stream to it."""
     return group.ready and group.highest_stream > 0
+
+
+def _quiet(environment: Mapping[str, str]) -> Sequence[str]:
+    """No line in the log for each prompt, unless somebody asks for it."""
+    return () if "LOCKSTEP_SCHEDULER_LOG_LEVEL" in environment else ("--log-level", "warning")
 
 
 def _devices(groups: int, ranks: int, environment: Mapping[str, str]) -> list[dict[str, str]]:

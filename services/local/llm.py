@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -173,8 +174,8 @@ class LLM:
         if isinstance(prompt, str):
             prompt = self.tokenizer.backend_tokenizer.encode(prompt).ids
         try:
-            ids = np.asarray(prompt)
-        except ValueError as error:  # lists of different lengths in it
+            ids = _array(prompt)
+        except (ValueError, OverflowError) as error:  # lists of different lengths in it, or numbers beyond all ids
             raise InvalidPrompt(f"prompt {index}: a text or a list of token ids, got {_shown(prompt)}") from error
         if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
             raise InvalidPrompt(f"prompt {index}: a text or a list of at least one token id, got {_shown(prompt)}")
@@ -199,6 +200,9 @@ class LLM:
 
     @contextlib.contextmanager
     def _bar(self, prompts: int) -> Iterator[OnProgress]:
+        if not self._console.is_terminal:
+            yield lambda ended, tokens: None
+            return
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -207,7 +211,7 @@ class LLM:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bar:
+        with Progress(*columns, console=self._console, transient=True) as bar:
             task = bar.add_task("generating", total=prompts, rate="")
 
             def on_progress(ended: int, tokens: int) -> None:
@@ -215,6 +219,13 @@ class LLM:
                 bar.update(task, completed=ended, rate=f"{tokens / elapsed_s:,.0f} tokens/s" if elapsed_s else "")
 
             yield on_progress
+
+
+def _array(prompt: Sequence[int] | Int32s) -> NDArray[np.generic]:
+    """As numpy has it. A list of plain numbers in half of the time that numpy takes to find out that it is one."""
+    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:
+        return np.fromiter(prompt, np.int64, len(prompt))
+    return np.asarray(prompt)
 
 
 def _submit(index: int, prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:

@@ -148,6 +148,7 @@ def test_threads_take_turns(llm: LLM) -> None:
         ([None], "prompt 0: a text or a list"),
         ([[5, tiny.VOCAB_SIZE]], f"the vocabulary has {tiny.VOCAB_SIZE}"),
         ([[-1]], "ids from -1 to -1"),
+        ([[2**70]], "prompt 0: a text or a list"),
         ([[5] * tiny.MAX_LENGTH], f"exceed the {tiny.MAX_LENGTH} that fit"),
     ],
 )
