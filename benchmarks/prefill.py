@@ -5,7 +5,7 @@ from statistics import median
 
 from benchmarks.floors import prefill_operations
 from benchmarks.report import Value
-from benchmarks.served import Served
+from benchmarks.served import Served, Way
 from benchmarks.workload import fresh
 
 # "of the device": of the milliseconds, in which it computed, in so many steps
@@ -24,9 +24,17 @@ def measure_prefill(served: Served, prompts: int, length: int, repeats: int, raw
     asked = [fresh([length] * prompts, served.llm.vocab_size, SEED + number) for number in range(repeats + 1)]
     served.timed(asked.pop(), 1)
     before = served.steps()
-    times = [served.timed(each, 1) for each in asked]
+    times, ways = [], []
+    for each in asked:
+        times.append(served.timed(each, 1))
+        ways.append(served.way())
     after = served.steps()
     raw[f"{served.name} prefill"] = times
+    launch_ms = 1e3 * (after.prefill_launch_s - before.prefill_launch_s) / repeats
+    if known := [way for way in ways if way is not None]:
+        middle = Way(*map(median, zip(*known, strict=True)))
+        print(f"{served.name}: of a prefill's ms: {middle}; of these in the rank, the host launches for {launch_ms:.2f}", flush=True)
+        raw[f"{served.name} prefill's way"] = [way._asdict() for way in known]
     seconds, ceilings = median(times), served.ceilings
     rate = prefill_operations(served.shape, [length] * prompts) / seconds
     peer_ms = served.peers.prefill_ms if served.peers and (prompts, length) == PEERS_CASE else None

@@ -6,8 +6,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -48,7 +49,22 @@ class Steps:
     decodes: float
     prefill_s: float  # of those with
     prefills: float
+    prefill_launch_s: float  # of these, in which the host launched
     busy_s: float  # of a group, on average
+
+
+class Way(NamedTuple):
+    """Seconds that a call of one group took until its last plan brought the last token, part by part."""
+
+    to_scheduler: float  # from the call to the arrival of its requests
+    before_plan: float  # until the scheduler made the plan
+    to_rank: float  # making the plan, sending it, and until the rank reads it
+    in_rank: float
+    to_result: float  # from the end of the rank's work until the scheduler has it
+    to_client: float  # what results bring to requests, sending it, and until the call returns
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {1e3 * seconds:.2f}" for name, seconds in self._asdict().items())
 
 
 @dataclass
@@ -63,6 +79,7 @@ class Served:
     gpus: int
     deadline: float  # on the monotonic clock
     traces: Path | None = None  # where ranks write them, when there are several
+    span: tuple[float, float] = (0.0, 0.0)  # of the last call, on the monotonic clock
 
     @property
     def peers(self) -> Peers | None:
@@ -74,39 +91,55 @@ class Served:
         """The time for this model is used up."""
         return time.monotonic() > self.deadline
 
-    def timed(self, prompts: Prompts, max_tokens: int | Sequence[int], temperature: float = 0.0) -> float:
-        """Seconds until all prompts have yielded so many tokens, from their submission. Raises WrongOutput for any other number."""
+    def timed(self, prompts: Prompts, max_tokens: int | Sequence[int], temperature: float = 0.0, **how: Any) -> float:
+        """Seconds until all prompts have yielded so many tokens, from their submission; sampled as said. Raises WrongOutput for any other
+        number."""
         wanted = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-        sampling = [Sampling(tokens, temperature=temperature, ignore_eos=True) for tokens in wanted]
-        start = time.perf_counter()
+        sampling = [Sampling(tokens, temperature=temperature, ignore_eos=True, **how) for tokens in wanted]
+        start = time.monotonic()
         completions = self.llm.generate(prompts, sampling)
-        elapsed = time.perf_counter() - start
+        self.span = start, time.monotonic()
         for number, (completion, tokens) in enumerate(zip(completions, wanted, strict=True)):
             ids = completion.ids
             if len(ids) != tokens or ids.min() < 0 or ids.max() >= self.llm.vocab_size:
                 raise WrongOutput(f"{self.name}: prompt {number} yielded {len(ids)} ids from {ids.min()} to {ids.max()}, not {tokens}")
-        return elapsed
+        return self.span[1] - self.span[0]
+
+    def way(self) -> Way | None:
+        """Of the last call; None where several groups may have had its requests."""
+        begin, end = self.span
+        (requests, groups) = (self._page("scheduler", f"debug/{name}").json() for name in ("requests", "groups"))
+        if len(groups["groups"]) > 1:
+            return None
+        arrived = min((each["arrived_at_s"] for each in requests["ended"] if each["arrived_at_s"] > begin), default=begin)
+        times = groups["groups"][0]["last_result"]
+        marks = begin, arrived, *(times[name] for name in ("made_at_s", "began_at_s", "ended_at_s", "result_at_s")), end
+        return Way(*(after - before for before, after in pairwise(marks)))
 
     def steps(self) -> Steps:
         """Of this moment, all groups together."""
-        found = {"decode_s": 0.0, "decodes": 0.0, "prefill_s": 0.0, "prefills": 0.0, "busy_s": 0.0}
+        found = {"decode_s": 0.0, "decodes": 0.0, "prefill_s": 0.0, "prefills": 0.0, "prefill_launch_s": 0.0, "busy_s": 0.0}
         names = {
             ("lockstep_worker_step_seconds_sum", "decode"): "decode_s",
             ("lockstep_worker_step_seconds_count", "decode"): "decodes",
             ("lockstep_worker_step_seconds_sum", "prefill"): "prefill_s",
             ("lockstep_worker_step_seconds_count", "prefill"): "prefills",
+            ("lockstep_worker_launch_seconds_sum", "prefill"): "prefill_launch_s",
             ("lockstep_worker_busy_seconds_total", None): "busy_s",
         }
-        workers = [port for service, port in self.llm.admin_ports.items() if service.startswith("worker")]
-        for port in workers:
-            text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).raise_for_status().text
-            for family in text_string_to_metric_families(text):
+        workers = [service for service in self.llm.admin_ports if service.startswith("worker")]
+        for worker in workers:
+            for family in text_string_to_metric_families(self._page(worker, "metrics").text):
                 for sample in family.samples:
                     name = names.get((sample.name, sample.labels.get("kind")))
                     if name is not None:
                         found[name] += sample.value
         found["busy_s"] /= len(workers)
         return Steps(**found)
+
+    def _page(self, service: str, page: str) -> httpx.Response:
+        """Of an admin port."""
+        return httpx.get(f"http://127.0.0.1:{self.llm.admin_ports[service]}/{page}", trust_env=False).raise_for_status()
 
     def check(self, prompts: Prompts) -> float:
         """The share of tokens that decoding, all prompts at a time, chooses as prefilling the same sequences does at the same places.
@@ -137,6 +170,15 @@ class Served:
         return min(shares)
 
 
+def startup(llm: LLM) -> str:
+    """What the start of the first worker took, by phase."""
+    port = next(port for service, port in llm.admin_ports.items() if service.startswith("worker"))
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).raise_for_status().text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    seconds = {each.labels["phase"]: each.value for each in samples if each.name == "lockstep_worker_startup_seconds"}
+    return f"{sum(seconds.values()):.1f} s: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
+
+
 @contextlib.contextmanager
 def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int, length: int) -> Iterator[Served]:
     """A shape by its name or a folder, with random weights, for up to `rows` requests of up to `length` tokens at a time."""
@@ -159,4 +201,5 @@ def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int
         with LLM(folder, **{"profile_folder": traces, **settings}) as llm:
             name = model if source.stem == model else Path(model).name
             gpus = int(options.worker.get("tensor_parallel_size", 1)) * int(options.worker.get("groups", 1))
+            print(f"{name} started: {startup(llm)}", flush=True)
             yield Served(name, llm, Shape.from_config(config), ceilings.times(gpus), gpu, gpus, start + options.limit_s, traces)
