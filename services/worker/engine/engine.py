@@ -117,7 +117,7 @@ class TorchEngine:
             self.staging = PlanStaging(spec.slots, spec.max_step_tokens, sizes, self.slots.padding, device)
             self.results = ResultRing(spec.slots)
             if spec.cuda_graphs:
-                self.graphs = Graphs(spec.slots, sizes, self.step, self.staging, progress)
+                self.graphs = Graphs(spec.slots, sizes, self.step, self.staging, progress, spec.compile_ahead)
             torch.cuda.synchronize()
 
     def reset(self) -> None:

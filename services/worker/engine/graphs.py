@@ -37,12 +37,13 @@ class Graphs:
         step: Callable[[Sections, int, Feature], Tensor],
         staging: PlanStaging,
         progress: Progress,
+        rehearsed: bool,
     ) -> None:
         """sizes: of captured prefill. step: the sections of a step, the longest prefill chunk, and its features -> its result `[B, ...]`.
 
-        All slots must be nobody's: the steps are also run.
+        rehearsed: what steps launch is compiled, but for some of it. All slots must be nobody's: steps are also run.
         """
-        self.sizes, self._step, self._staging = sizes, step, staging
+        self.sizes, self._step, self._staging, self._rehearsed = sizes, step, staging, rehearsed
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._decode_sizes = decode_sizes(slots)
         self._beside = {size: sizes_beside(size.tokens, slots) for size in sizes.captured}
@@ -61,14 +62,17 @@ class Graphs:
         gc.collect()
         gc.disable()  # a tensor that is freed in the middle of a capture could break it
         try:
+            begun = False
             for number, (size, rows) in enumerate(mixed):
                 progress("capturing steps", number / count)
                 staging.load_nobody(size.tokens)
-                self._mixed[size, rows] = self._capture(staging.sections(rows, size), size.tokens, MIXED)
+                self._mixed[size, rows] = self._capture(staging.sections(rows, size), size.tokens, MIXED, begun)
+                begun = True
             staging.load_nobody(0)
             for number, (rows, features) in enumerate(decodes, len(mixed)):
                 progress("capturing steps", number / count)
-                self._decode[rows, features] = self._capture(decode_sections(staging.decode_slots[:rows]), 0, features)
+                begun = rows < self._decode_sizes[-1]
+                self._decode[rows, features] = self._capture(decode_sections(staging.decode_slots[:rows]), 0, features, begun)
         finally:
             gc.enable()
         taken = free_bytes - torch.cuda.mem_get_info()[0]
@@ -94,13 +98,16 @@ class Graphs:
         graph.replay()
         return torch.cat((result[:decodes], result[rows : rows + prefills])) if decodes else result[:prefills]
 
-    def _capture(self, sections: Sections, max_query: int, features: Feature) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, sections: Sections, max_query: int, features: Feature, begun: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """begun: a larger one with as many features has been."""
         self._read.append(sections)
-        self._step(sections, max_query, features)  # compiles, and lets libraries allocate, which a capture cannot
+        if not (begun and self._rehearsed):
+            self._step(sections, max_query, features)  # compiles, and lets libraries allocate, which a capture cannot
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            # Relaxed, so that what is compiled only now can be loaded.
+            graph.capture_begin(self._pool, capture_error_mode="relaxed" if self._rehearsed else "thread_local")
             try:
                 result = self._step(sections, max_query, features)
             finally:
