@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import decode, offline, prefill
+from benchmarks import decode, offline, prefill, sampling
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.decode import measure_decode
 from benchmarks.offline import measure_offline
 from benchmarks.prefill import measure_prefill
 from benchmarks.report import Report, Value, circumstances
+from benchmarks.sampling import measure_sampling
 from benchmarks.served import Options, Served, served
 from benchmarks.workload import config_file, fresh
 from shared.errors import LockstepError
@@ -19,7 +20,8 @@ from shared.errors import LockstepError
 REPEATS, QUICK_REPEATS = 3, 1
 QUICK_SUSTAINED_S = 1.0
 WARM_UP_TOKENS = 16
-COLUMNS = {"offline": offline.COLUMNS, "prefill": prefill.COLUMNS, "decode": decode.COLUMNS}
+COLUMNS = {"offline": offline.COLUMNS, "prefill": prefill.COLUMNS, "decode": decode.COLUMNS, "sampling": sampling.COLUMNS}
+OF_PEERS = ("offline", "prefill", "decode")
 Lines = list[Sequence[Value]]
 
 
@@ -27,7 +29,7 @@ Lines = list[Sequence[Value]]
 class Cases:
     """What is measured of each model; the defaults are what the peers were measured with."""
 
-    names: tuple[str, ...] = tuple(COLUMNS)
+    names: tuple[str, ...] = OF_PEERS
     rows: tuple[int, ...] = decode.ROWS
     context: int = 1024  # tokens of a prompt, in decode and prefill
     tokens: int = 128  # decoded after them
@@ -68,6 +70,8 @@ def _measure(running: Served, cases: Cases, repeats: int, lines: dict[str, Lines
         lines["prefill"] += measure_prefill(running, cases.prefill_prompts, cases.context, 2 * repeats - 1, raw)
     if "decode" in lines:
         lines["decode"] += measure_decode(running, cases.rows, cases.context, cases.tokens, repeats, raw)
+    if "sampling" in lines:
+        lines["sampling"] += measure_sampling(running, cases.rows, cases.context, cases.tokens, repeats, raw)
 
 
 def _report(name: str, lines: Lines, ceilings: Ceilings, options: Options, cases: Cases, raw: dict[str, object]) -> Report:
@@ -75,6 +79,7 @@ def _report(name: str, lines: Lines, ceilings: Ceilings, options: Options, cases
         "offline": "all prompts at once; the floor reads weights and KV cache once a step, at the ceilings",
         "prefill": "to the last first token",
         "decode": f"prompts of {cases.context} tokens, {cases.tokens} steps; checked: tokens that prefilling chooses too",
+        "sampling": f"prompts of {cases.context} tokens, {cases.tokens} steps; all rows sampled alike, the ways in turns",
     }
     return Report(
         name=name,

@@ -14,13 +14,16 @@ from benchmarks.decode import measure_decode
 from benchmarks.models import Cases, measure_models
 from benchmarks.profile import Work, communication_us, profile
 from benchmarks.report import Report, Value
+from benchmarks.sampling import GREEDY, WAYS
 from benchmarks.served import Options, Served, WrongOutput
 from services.local import LLM
 from services.worker.engine.profiled import DECODE
 from services.worker.engine.roofline import Shape
 from tests import tiny
 
-CASES = Cases(rows=(1, 3), context=40, tokens=12, prefill_prompts=3, prompts=10, least=5, most=30)
+CASES = Cases(
+    names=("offline", "prefill", "decode", "sampling"), rows=(1, 3), context=40, tokens=12, prefill_prompts=3, prompts=10, least=5, most=30
+)
 OPTIONS = Options(device="cpu", quick=True, worker={"threads": 1})
 ONE = Ceilings(1e9, 1e9, 1e9)
 
@@ -68,6 +71,13 @@ def test_prefill_and_what_is_written(reports: dict[str, Report], tmp_path: Path)
     written = json.loads((tmp_path / "prefill.json").read_text())
     assert written["raw"]["ceilings"].keys() == {"read", "matrix", "sustained"}
     assert len(written["raw"]["tiny prefill"]) == 1
+
+
+def test_ways_to_sample_are_compared_with_greedy(reports: dict[str, Report]) -> None:
+    found = lines(reports["sampling"])
+    assert [(line["rows"], line["sampling"]) for line in found] == [(rows, way) for rows in (1, 3) for way in WAYS]
+    assert {line["over greedy"] for line in found if line["sampling"] == GREEDY} == {"+0.0%"}
+    assert all(isinstance(line["ms a step"], float) for line in found)
 
 
 @pytest.fixture(scope="module")
