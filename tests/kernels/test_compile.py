@@ -3,8 +3,10 @@
 The operations are called with CPU tensors and a launcher that only notes the kernel, its arguments and its options.
 """
 
+import json
 import subprocess
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from kernels import (
     decode_attention,
     early_end,
     embedding,
+    fixed_linear,
     launch,
     linear,
     logprobs,
@@ -39,7 +42,9 @@ from tests.kernels.support import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels do not compile")
 
 STACK_LIMIT = 40  # bytes of a thread: a few addresses kept across a loop; loops that spill take hundreds
-SPILLING_STACK_LIMIT = 512  # where the fastest of the measured configurations spills: see kernels/prefill_attention.py
+SPILLING_STACK_LIMIT = 512
+# The fastest of the measured configurations of prefill attention spills; products of fixed tiles need not be fast.
+SPILLING = {(prefill_attention.__name__, 90), (fixed_linear.__name__, 80), (fixed_linear.__name__, 90)}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a block
 DTYPE_NAMES = {
     torch.float32: "fp32",
@@ -49,6 +54,7 @@ DTYPE_NAMES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
+TABLES = sorted(Path(linear.__file__).parent.glob("tuning_*.json"))
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BFLOAT16 = torch.bfloat16
 
@@ -59,11 +65,12 @@ class Launch(NamedTuple):
     options: dict[str, object]
 
 
-def compile_launch(noted: Launch, capability: int) -> Any:
+def source_of(noted: Launch) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(noted.kernel.params):
         value, name = noted.arguments[parameter.name], parameter.name
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):  # the launcher makes 1 a constant too
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and value == 1):  # the launcher makes 1 a constant too
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name], attributes[(index,)] = "*" + DTYPE_NAMES[value.dtype], [["tt.divisibility", 16]]
@@ -71,10 +78,9 @@ def compile_launch(noted: Launch, capability: int) -> Any:
             signature[name] = "fp32"
         elif isinstance(value, int):
             signature[name] = "i32"
-            if value % 16 == 0:
+            if special and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(noted.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=noted.options)
+    return ASTSource(noted.kernel, signature, constants, attributes)
 
 
 def stack_bytes(compiled: Any, folder: Path) -> int:
@@ -129,10 +135,10 @@ def attention(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = 
         )
 
 
-def mixture(tokens: int) -> None:
-    logits, gate_up, down = zeros(tokens, 16), zeros(16, 512, 512), zeros(16, 512, 256)
+def mixture(tokens: int, fixed: bool = False, dtype: torch.dtype = BFLOAT16) -> None:
+    logits, gate_up, down = zeros(tokens, 16, dtype=dtype), zeros(16, 512, 512, dtype=dtype), zeros(16, 512, 256, dtype=dtype)
     weights, experts = moe.route_triton(logits, 8, True)
-    moe.moe_triton(zeros(tokens, 512), gate_up, down, weights, experts)
+    (moe.fixed_moe if fixed else moe.moe_triton)(zeros(tokens, 512, dtype=dtype), gate_up, down, weights, experts)
 
 
 def state() -> None:
@@ -154,9 +160,9 @@ def logprob_parts() -> None:
         logprobs.logprobs_triton(zeros(4, 151936), int32(4), k)
 
 
-def few_row_products(columns: int, size: int) -> None:
+def biased_products(columns: int, size: int) -> None:
     """One of each kind: a row without tensor cores, in one step and in several, and tiles of 16, 32 and 64 rows, with shares."""
-    bias = zeros(2 * columns)
+    x, weight, bias = zeros(64, size), zeros(2 * columns, size), zeros(2 * columns)
     for tuned in (
         linear.Config(1, 8, 1024, 1, 4, 1, 0),
         linear.Config(1, 8, 512, 2, 4, 3, 1),
@@ -164,9 +170,29 @@ def few_row_products(columns: int, size: int) -> None:
         linear.Config(32, 32, 128, 1, 4, 5, 0),
         linear.Config(64, 64, 128, 1, 8, 3, 8),
     ):
-        x, weight = zeros(min(tuned.row_block, 33), size), zeros(2 * columns, size)
-        linear.linear_triton(x, weight[:columns], bias, tuned)
-        linear.gated_linear_triton(x, weight, None, tuned)
+        linear.linear_triton(x[: tuned.row_block], weight[:columns], bias, tuned)
+
+
+def tuned_products(path: Path) -> None:
+    """Every configuration of a table."""
+    for operation, shapes in json.loads(path.read_text()).items():
+        for shape, entries in shapes.items():
+            columns, size = map(int, shape.split("x"))
+            for rows, entry in filter(itemgetter(1), entries.items()):
+                x, tuned = zeros(int(rows), size), linear.Config(*entry)
+                if operation == "linear":
+                    linear.linear_triton(x, zeros(columns, size), None, tuned)
+                else:
+                    linear.gated_linear_triton(x, zeros(2 * columns, size), None, tuned)
+
+
+def fixed_products() -> None:
+    """Weights of each kind of tile."""
+    for columns, size in ((1024, 3072), (6144, 5120), (34816, 4096)):
+        x, weight = zeros(70, size), zeros(columns, size)
+        fixed_linear.fixed_linear(x, weight, zeros(columns), torch.float32)
+        fixed_linear.fixed_gated_linear(x, weight[: columns // 2 * 2])
+    fixed_linear.fixed_gated_linear(zeros(70, 64, dtype=torch.float32), zeros(64, 64, dtype=torch.float32))
 
 
 def sums() -> None:
@@ -191,17 +217,23 @@ def samplers() -> None:
         (state, ()),
         (rotations, ()),
         (attention, (64, 14, 2)),
+        (attention, (96, 7, 1)),
         (attention, (128, 40, 8)),
         (attention, (256, 16, 8)),
+        (attention, (64, 4, 4, torch.float32)),
         (mixture, (8,)),  # mean assignments of an expert up to 8, 32, 128 and above
         (mixture, (64,)),
         (mixture, (256,)),
         (mixture, (1024,)),
+        (mixture, (8, True)),
+        (mixture, (8, False, torch.float32)),
         (samplers, ()),
         (sums, ()),
         (logit_changes, ()),
         (logprob_parts, ()),
-        (few_row_products, (3072, 1024)),
+        (biased_products, (3072, 1024)),
+        (fixed_products, ()),
+        *((tuned_products, (path,)) for path in TABLES),
     ],
 )
 def test_compiles_within_registers_and_shared_memory(
@@ -220,9 +252,10 @@ def test_compiles_within_registers_and_shared_memory(
     operations(*arguments)
 
     assert noted
-    for launched in noted:
-        compiled = compile_launch(launched, capability)
+    distinct = {(source.hash(), str(each.options)): (each, source) for each in noted for source in [source_of(each)]}
+    for launched, source in distinct.values():
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launched.options)
         what = f"{launched.kernel.__module__}.{launched.kernel.__name__} {launched.options}"
         assert compiled.metadata.shared <= SHARED_LIMIT[capability], what
-        spills = launched.kernel.__module__ == prefill_attention.__name__ and capability == 90
+        spills = (launched.kernel.__module__, capability) in SPILLING
         assert stack_bytes(compiled, tmp_path) <= (SPILLING_STACK_LIMIT if spills else STACK_LIMIT), what
