@@ -30,7 +30,7 @@ from kernels.rms_norm import add_rms_norm_torch
 BLOCKS = tl.constexpr(64)  # programs of a launch at most: all of them run at a time, or ranks would wait for what cannot start
 LINE_BYTES = tl.constexpr(64)  # of signals: a word for each rank
 WORDS = tl.constexpr(4096)  # that a program sends flagged
-CHUNK_BYTES = tl.constexpr(1 << 17)  # that a program sends otherwise
+CHUNK_BYTES = tl.constexpr(1 << 18)  # that a program sends otherwise
 TILE = 4096  # elements that a program has in flight
 ALIGNED = 64  # elements of a share of the two-shot way: whole 16-byte accesses
 LEAST_WORDS = 512  # of a program, while there are programs left: a 16-byte load for each thread of 4 warps
@@ -49,15 +49,17 @@ class Way(Enum):
     TWO_SHOT = "two-shot"
 
 
-# By ranks: messages up to so many bytes go in which way; larger ones are for the library. Chosen by how often a byte crosses a
-# link, not measured: `python -m benchmarks allreduce` tells what each way takes, and what the library takes.
+# By ranks: messages up to so many bytes go in which way; larger ones are for the library. `python -m benchmarks allreduce` tells what
+# each way takes, and what the library takes. For 2 ranks measured between two H200s with NVLink: flagged and one-shot take the same time
+# at about 450 KiB, two-shot is nowhere faster. For more ranks chosen by how often a byte crosses a link, not measured.
 WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
-    2: ((1 << 17, Way.FLAGGED), (1 << 21, Way.ONE_SHOT)),
+    2: ((3 << 17, Way.FLAGGED), (1 << 24, Way.ONE_SHOT)),
     4: ((1 << 16, Way.FLAGGED), (1 << 19, Way.ONE_SHOT), (1 << 21, Way.TWO_SHOT)),
     8: ((1 << 15, Way.FLAGGED), (1 << 17, Way.ONE_SHOT), (1 << 20, Way.TWO_SHOT)),
 }
 MAX_RANKS = max(WAYS)
-NORM_BYTES = {2: 1 << 18, 4: 1 << 17, 8: 1 << 16}  # by ranks: up to so many bytes the norm is fused with the sum
+# By ranks: up to so many bytes the norm is fused with the sum. Measured for 2: nowhere faster than a flagged sum and the norm behind it.
+NORM_BYTES = {2: 0, 4: 1 << 17, 8: 1 << 16}
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,16 @@ def way_of(x: Tensor, size: int) -> Way | None:
     return way if way is not None and fits(x, way) else None
 
 
+def norm_fits(x: Tensor) -> bool:
+    """Whether x `[T, D]` can be added up and normalised in one launch: each row by one program."""
+    row_bytes = x.shape[1] * x.element_size()
+    return len(x) <= BLOCKS.value and row_bytes <= 4 * WORDS.value and row_bytes % 16 == 0 and fits(x, Way.FLAGGED)
+
+
 def norm_is_fused(x: Tensor, size: int) -> bool:
     """Whether x `[T, D]` is best added up and normalised in one launch."""
     most = next((NORM_BYTES[ranks] for ranks in sorted(NORM_BYTES) if ranks >= size), 0)
-    row_bytes = x.shape[1] * x.element_size()
-    return x.nbytes <= most and len(x) <= BLOCKS.value and row_bytes <= 4 * WORDS.value and row_bytes % 16 == 0 and fits(x, Way.FLAGGED)
+    return x.nbytes <= most and norm_fits(x)
 
 
 def all_reduce_torch(parts: Sequence[Tensor]) -> Tensor:
@@ -135,8 +142,8 @@ def all_reduce(x: Tensor, peers: Peers, way: Way) -> Tensor:
 def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> Tensor:
     """Adds the sum of all ranks' x `[T, D]` to residual `[T, D]` IN PLACE and returns the RMSNorm of that, `[T, D]` like x.
 
-    The sum is rounded to the dtype, added, and rounded again before it is normalised, as if the two were apart. For an x whose norm
-    `norm_is_fused`, with residual and weight of its dtype. Raises ValueError if residual is not contiguous.
+    The sum is rounded to the dtype, added, and rounded again before it is normalised, as if the two were apart. For an x whose
+    `norm_fits`, with residual and weight of its dtype. Raises ValueError if residual is not contiguous.
     """
     if not residual.is_contiguous() or residual.dtype != x.dtype or weight.dtype != x.dtype:
         raise ValueError(f"residual must be a contiguous {x.dtype}, got {residual.dtype} with strides {residual.stride()}")
@@ -176,6 +183,8 @@ def _flagged_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + place, mask=inside, other=0)
+    if NORM:
+        residual = tl.load(residual_ptr + place, mask=inside, other=0)  # arrives while the peers' numbers are on their way
     epoch = tl.load(epoch_ptr) + 1
     flag = epoch.to(tl.int64) << 32
     message = flag | (x.to(tl.int64) & 0xFFFFFFFF)
@@ -200,7 +209,7 @@ def _flagged_kernel(
         low += part_low
         high += part_high
     if NORM:
-        residual_low, residual_high = _unpacked(tl.load(residual_ptr + place, mask=inside, other=0), DTYPE)
+        residual_low, residual_high = _unpacked(residual, DTYPE)
         low = _rounded(_rounded(low, DTYPE) + residual_low, DTYPE)
         high = _rounded(_rounded(high, DTYPE) + residual_high, DTYPE)
         tl.store(residual_ptr + place, _packed(low, high, DTYPE), mask=inside)

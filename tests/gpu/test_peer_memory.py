@@ -15,7 +15,7 @@ from kernels.all_reduce import (
     all_reduce_add_rms_norm_torch,
     all_reduce_torch,
     fits,
-    norm_is_fused,
+    norm_fits,
     way_of,
 )
 from services.worker.distributed import cuda_driver
@@ -30,8 +30,8 @@ from tests.gpu.ranks import run
 EPS = 1e-6
 CHAIN_ERROR = 5e-2  # of twelve operations in bfloat16, relative
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COUNTS = (2, 130, 5_120, 32_768, 50_002, 262_144, 1_000_002)  # elements
-ROWS = ((1, 5120), (3, 1024), (16, 4096), (1, 8192), (5, 896))
+COUNTS = (2, 130, 5_120, 32_768, 50_002, 262_144, 1_000_002, 8_388_608)  # elements
+ROWS = ((1, 5120), (3, 1024), (16, 4096), (1, 8192), (5, 896), (64, 5120))
 PLACES = [
     pytest.param((0, 0), id="one GPU"),
     pytest.param((0, 1), id="two GPUs", marks=pytest.mark.gpus(2)),
@@ -74,7 +74,7 @@ def every_norm(control: ControlGroup, peers: Peers, device: torch.device) -> lis
             made = parts(control.size, seed, *shape, dtype=dtype)
             residual, weight = parts(1, seed + 50, *shape, dtype=dtype)[0], parts(1, seed + 60, shape[1], dtype=dtype)[0]
             own_residual, x = residual.to(device, copy=True), made[control.rank].to(device)
-            if not norm_is_fused(x, control.size):
+            if not norm_fits(x):
                 continue
             got = all_reduce_add_rms_norm(x, own_residual, weight.to(device), EPS, peers)
             expected = all_reduce_add_rms_norm_torch(made, residual, weight, EPS)  # changes residual too
@@ -130,7 +130,7 @@ def as_a_communicator(control: ControlGroup, peers: Peers, device: torch.device,
     group = WatchedCommunicator(PeerMemoryCommunicator(inner, peers), Mark(None))
     times = preflight(group, device)
     wrong = [] if {each.transport for each in times} == {f"peer memory and {inner.transport}"} else [str(times)]
-    large = torch.full((1 << 22,), control.rank + 1.0, device=device)
+    large = torch.full(((1 << 22) + 4,), control.rank + 1.0, device=device)
     if way_of(large, control.size) is not None or not torch.equal(group.all_reduce(large), torch.full_like(large, 3.0)):
         wrong.append("a large sum")
     whole = torch.arange(6, device=device) + control.rank

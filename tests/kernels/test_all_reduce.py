@@ -1,8 +1,8 @@
 """Sums through mailboxes: two ranks as two processes on shared memory, which is what GPUs' memory is to each other."""
 
+import mmap
 import multiprocessing
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from kernels import all_reduce as module
 from kernels.all_reduce import (
     MAX_RANKS,
-    NORM_BYTES,
     WAYS,
     Peers,
     Way,
@@ -21,6 +20,7 @@ from kernels.all_reduce import (
     all_reduce_torch,
     fits,
     mailbox_bytes,
+    norm_fits,
     norm_is_fused,
     way_of,
 )
@@ -39,7 +39,8 @@ def shared(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 def run(size: int, rank_main: Callable[[Peers], None], first_epoch: int = 0) -> None:
     """Runs all ranks, each in a process of its own but for rank 0, which runs here; first_epoch: launches so far."""
-    mailboxes = [shared(mailbox_bytes(size)) for _ in range(size)]
+    # Mapped, not in a folder of shared memory, which may be small: pages that nobody touches take nothing.
+    mailboxes = [torch.frombuffer(mmap.mmap(-1, mailbox_bytes(size)), dtype=torch.uint8) for _ in range(size)]
     for mailbox in mailboxes:
         mailbox[: 4 * module.BLOCKS.value].view(torch.int32).fill_(first_epoch)
     addresses = torch.tensor([mailbox.data_ptr() for mailbox in mailboxes])
@@ -133,16 +134,25 @@ def test_what_no_mailbox_takes_is_for_the_library() -> None:
     assert way_of(torch.zeros(64), MAX_RANKS + 1) is None
 
 
-def test_the_norm_is_fused_for_rows_that_programs_can_hold() -> None:
-    def fused(*shape: int, **options: Any) -> bool:
-        return norm_is_fused(torch.zeros(*shape, **{"dtype": torch.bfloat16, **options}), 2)
+def test_two_ranks_send_flagged_what_was_measured_to_be_fastest_and_megabytes_in_one_shot() -> None:
+    kib = {size: way_of(torch.empty(size << 9, dtype=torch.bfloat16), 2) for size in (10, 256, 384, 512, 2_560, 16_384, 16_400)}
+    flagged, one_shot = [Way.FLAGGED] * 3, [Way.ONE_SHOT] * 3
+    assert list(kib.values()) == [*flagged, *one_shot, None]
 
-    assert fused(1, 5120)
-    assert fused(8, 8192)
-    assert not fused(1, 8194)
-    assert not fused(65, 64)
-    assert not fused(NORM_BYTES[2] // 10_240 + 1, 5120)
-    assert not fused(1, 5121)
+
+def test_the_norm_is_fused_for_rows_that_programs_can_hold_where_it_pays() -> None:
+    def made(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.bfloat16)
+
+    assert norm_fits(made(1, 5120))
+    assert norm_fits(made(64, 8192))
+    assert not norm_fits(made(1, 8194))
+    assert not norm_fits(made(65, 64))
+    assert not norm_fits(made(1, 5121))
+    assert norm_is_fused(made(1, 5120), 4)
+    assert not norm_is_fused(made(64, 8192), 4)
+    assert not norm_is_fused(made(1, 5120), 2)
+    assert not norm_is_fused(made(1, 8194), 4)
 
 
 def test_refusals() -> None:
