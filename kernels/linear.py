@@ -37,7 +37,7 @@ class Unscaled(NamedTuple):
 def linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[M, K]`, weight `[N, K]`, bias `[N]` -> `x @ weight.T + bias`, `[M, N]` like x, summed in float32."""
     if isinstance(x, Unscaled):
-        return linear_triton(x, weight, bias, _needed("linear", x.rows, *weight.shape))
+        return linear_triton(x, weight, bias, _needed("linear", x.rows, *weight.shape)) if x.rows.is_cuda else linear_torch(x, weight, bias)
     tuned = config("linear", x.device, x.dtype, x.shape[0], *weight.shape)
     return F.linear(x, weight, bias) if tuned is None else linear_triton(x, weight, bias, tuned)
 
@@ -50,6 +50,8 @@ def gated_linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = Non
     """
     columns, size = weight.shape[0] // 2, weight.shape[1]
     if isinstance(x, Unscaled):
+        if not x.rows.is_cuda:
+            return gated_linear_torch(x, weight, bias)
         return gated_linear_triton(x, weight, bias, _needed("gated_linear", x.rows, columns, size))
     tuned = config("gated_linear", x.device, x.dtype, x.shape[0], columns, size)
     return silu_and_mul(F.linear(x, weight, bias)) if tuned is None else gated_linear_triton(x, weight, bias, tuned)
@@ -73,6 +75,8 @@ def linear_add_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     The product and the sum are rounded as by `linear` and `add_rms_norm`; the norm, multiplied by its weight alone, is rounded there,
     so the last bits of what reads it differ from theirs. Residual must not come from the kernel just before: it is read ahead of its end.
     """
+    if not x.is_cuda:
+        return linear_add_norm_torch(x, weight, bias, residual, norm, eps)
     return linear_add_norm_triton(x, weight, bias, residual, norm, eps, _needed("linear", x, *weight.shape))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from kernels.linear import Unscaled
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
 from services.worker.layers.backends import Backends
@@ -29,14 +30,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, batch: Batch, cache: LayerCache, rotation: Rotation) -> Tensor:
-        """x `[T, D]` -> `[T, D]`, this rank's part of the sum; writes the tokens' keys and values to the cache."""
-        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self.counts, dim=1)
+    def forward(self, x: Tensor | Unscaled, batch: Batch, cache: LayerCache, rotation: Rotation) -> Tensor:
+        """x `[T, D]` -> `[T, Q * H]`, what `output` is to take; writes the tokens' keys and values to the cache."""
+        qkv = self.qkv(x)
+        q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(self.counts, dim=1)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         places = rotation.positions, rotation.table, batch.locations, cache.k, cache.v
         q = self.rotate(q, k, v, *places, q_norm, k_norm, self.eps, rotation.query_scale)
-        output: Tensor = self.output(self.attend(q, cache, batch, self.scale, self.window).flatten(1))
-        return output
+        return self.attend(q, cache, batch, self.scale, self.window).flatten(1)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.qkv.shards(prefix)

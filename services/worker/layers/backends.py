@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,9 @@ from services.worker.kvcache import LayerCache
 from services.worker.layers.gemm import logits, tiled_gated_linear, tiled_linear
 from services.worker.moe.grouped import grouped
 
-# x [T, D], weight [N, D], bias [N] or None -> [T, N]; gated: weight [2 * N, D], bias [2 * N]; see `kernels.linear`
-LinearBackend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# x [T, D], or Unscaled where norms may be begun, weight [N, D], bias [N] or None -> [T, N]; gated: weight [2 * N, D], bias [2 * N];
+# see `kernels.linear`
+LinearBackend = Callable[[Any, Tensor, Tensor | None], Tensor]
 # x [B, D], weight [V, D] -> [B, V] float32
 LogitsBackend = Callable[[Tensor, Tensor], Tensor]
 # q [T, Q, H], a layer's cache, the batch, the scale of scores, the window or None -> [T, Q, H]; see `attention.paged`
@@ -41,6 +43,7 @@ class Backends:
     attend: AttentionBackend
     experts: ExpertsBackend
     rotate: RotationBackend = rope_and_store
+    begins_norms: bool = False  # whether the products around a norm may make it: see `kernels.linear.begins_norm`
 
 
 def backends(group: Communicator, device: torch.device, deterministic: bool) -> Backends:
@@ -48,7 +51,8 @@ def backends(group: Communicator, device: torch.device, deterministic: bool) -> 
     on_gpu = device.type == "cuda"
     if not deterministic:
         experts = moe if on_gpu else partial(grouped, linear=F.linear)
-        return Backends(group, linear, gated_linear, partial(logits, linear=linear), paged_attention, experts)
+        alone = group.size == 1  # a sum over ranks is complete only behind the product
+        return Backends(group, linear, gated_linear, partial(logits, linear=linear), paged_attention, experts, begins_norms=alone)
     if on_gpu:
         return Backends(
             group=OrderedCommunicator(group),

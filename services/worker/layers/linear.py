@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from kernels.linear import Unscaled
 from services.worker.distributed.communicator import Communicator
 from services.worker.layers.backends import Backends
 from services.worker.weights.shards import Shard
@@ -45,17 +46,18 @@ def _parameter(*shape: int) -> nn.Parameter:
 class MergedColumnLinear(nn.Module):
     """Several column-parallel linears in one GEMM: `weight` is `[sum of this rank's outputs, D]`, in the order of `parts`."""
 
-    def __init__(self, in_features: int, parts: dict[str, tuple[int, slice]], bias: bool, backends: Backends) -> None:
-        """parts: checkpoint name -> (outputs of the whole layer, those of this rank)."""
+    def __init__(self, in_features: int, parts: dict[str, tuple[int, slice]], bias: bool, backends: Backends, gated: bool = False) -> None:
+        """parts: checkpoint name -> (outputs of the whole layer, those of this rank). gated: of two parts, with the activation."""
         super().__init__()
-        self.in_features, self.parts, self.backends = in_features, parts, backends
+        self.in_features, self.parts, self.gated = in_features, parts, gated
+        self.multiply = backends.gated_linear if gated else backends.linear
         self.sizes = [own.stop - own.start for _, own in parts.values()]
         self.weight = _parameter(sum(self.sizes), in_features)
         self.bias = _parameter(sum(self.sizes)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[T, D]` -> `[T, sum of this rank's outputs]`."""
-        return self.backends.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor | Unscaled) -> Tensor:
+        """x `[T, D]` -> `[T, sum of this rank's outputs]`, gated: half as many."""
+        return self.multiply(x, self.weight, self.bias)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         for (name, (outputs, own)), target in zip(self.parts.items(), self.weight.split(self.sizes), strict=True):
@@ -75,10 +77,10 @@ def qkv_linear(hidden_size: int, head_dim: int, q_heads: int, kv_heads: int, bia
 
 
 def gate_up_linear(hidden_size: int, intermediate_size: int, bias: bool, backends: Backends) -> MergedColumnLinear:
-    """Gate and up projection of this rank's part of the intermediate size; `[2 * I, D]`."""
+    """Gate and up projection of this rank's part of the intermediate size, and the activation; `[2 * I, D]`."""
     own = rows(share(intermediate_size, backends.group, "intermediate dimensions"))
     parts = {"gate_proj": (intermediate_size, own), "up_proj": (intermediate_size, own)}
-    return MergedColumnLinear(hidden_size, parts, bias, backends)
+    return MergedColumnLinear(hidden_size, parts, bias, backends, gated=True)
 
 
 class RowLinear(nn.Module):

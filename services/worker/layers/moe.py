@@ -8,14 +8,18 @@ from collections.abc import Iterator, Set
 import torch
 from torch import Tensor, nn
 
+from kernels.linear import Unscaled
 from kernels.moe import route
 from services.worker.layers.backends import Backends
-from services.worker.layers.linear import ALL, ReplicatedLinear, rows, share
+from services.worker.layers.linear import ALL, MergedColumnLinear, ReplicatedLinear, rows, share
+from services.worker.layers.norm import RMSNorm
 from services.worker.models.config import Experts
 from services.worker.weights.shards import Shard
 
 
 class MoE(nn.Module):
+    reader = None  # the norm before this layer is the router's and the experts'
+
     def __init__(self, hidden_size: int, experts: Experts, backends: Backends) -> None:
         super().__init__()
         self.experts, self.backends = experts, backends
@@ -29,6 +33,10 @@ class MoE(nn.Module):
         """x `[T, D]` -> `[T, D]`, this rank's part of the sum."""
         weights, ids = route(self.router(x), self.experts.per_token, self.experts.renormalise)
         return self.backends.experts(x, self.gate_up, self.down, weights, ids)
+
+    def add(self, x: Tensor | Unscaled, residual: Tensor, norm: RMSNorm, reader: MergedColumnLinear) -> Tensor:
+        """residual += the sum of all ranks' part, in place; returns the norm of that, for any reader."""
+        return norm.add(self(x), residual, self.backends.group)
 
     def shards(self, prefix: str, names: Set[str]) -> Iterator[Shard]:
         """From a tensor an expert and projection or, as transformers 5 has them in memory, from two tensors of all experts.

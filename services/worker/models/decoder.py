@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from kernels.linear import Unscaled
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
 from services.worker.layers.attention import Attention
@@ -28,18 +29,22 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config, config.windows[layer], backends)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         experts = config.experts
-        self.mlp = (
+        self.mlp: MLP | MoE = (
             MoE(config.hidden_size, experts, backends)
             if experts and layer in experts.layers
             else MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, backends)
         )
 
-    def forward(self, x: Tensor, residual: Tensor, batch: Batch, cache: LayerCache, rotation: Rotation) -> Tensor:
-        """x `[T, D]` what the layer before gave, a part of a sum over the ranks, not yet added to residual `[T, D]`, which is updated
-        in place -> what this layer gives."""
-        x = self.attention(self.input_norm.add(x, residual, self.group), batch, cache, rotation)
-        output: Tensor = self.mlp(self.post_norm.add(x, residual, self.group))
-        return output
+    def forward(
+        self, x: Tensor | Unscaled, residual: Tensor, batch: Batch, cache: LayerCache, rotation: Rotation, following: Self | None
+    ) -> Tensor | Unscaled:
+        """x: the input norm of residual `[T, D]`, which is updated in place -> what the following layer takes; of the last layer what it
+        gives, `[T, D]`, a part of a sum over the ranks, not yet added."""
+        x = self.post_norm.after(self.attention(x, batch, cache, rotation), self.attention.output, residual, self.mlp.reader)
+        if following is None:
+            output: Tensor = self.mlp(x)
+            return output
+        return self.mlp.add(x, residual, following.input_norm, following.attention.qkv)
 
     def shards(self, prefix: str, names: Set[str]) -> Iterator[Shard]:
         yield from self.input_norm.shards(f"{prefix}input_layernorm.weight")
@@ -68,8 +73,10 @@ class Decoder(nn.Module):
         x = self.embedding.embed(batch.ids)
         residual = torch.zeros_like(x)
         rotation = self.rotary(batch.positions)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, residual, batch, cache, rotation)
+        layers: list[DecoderLayer] = [*self.layers]
+        x = layers[0].input_norm.add(x, residual, self.group)
+        for layer, cache, following in zip(layers, caches, (*layers[1:], None), strict=True):
+            x = layer(x, residual, batch, cache, rotation, following)
         last = batch.last_tokens
         return self.norm.add(x, residual, self.group) if last is None else self.norm.add(x[last], residual[last], self.group)
 
