@@ -5,76 +5,33 @@ bandwidth and bfloat16 matrix products, are measured in the same run. KV caches 
 activations are as in a model in the cache that the kernel before left them in.
 """
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.candidates import products
 from benchmarks.ceilings import measure_ceilings
+from benchmarks.launches import DTYPE, L2_BYTES, REPLAYS, Case, Launch, randn, time_launches
 from benchmarks.report import Report, Value
+from benchmarks.slot_cases import logprob_cases, penalty_cases, sampling_cases, state_cases
+from benchmarks.tune import Inputs, launches_of
+from benchmarks.workload import SHAPES
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
-from kernels.linear import gated_linear, linear
+from kernels.linear import Unscaled, begins_norm, gated_linear, linear, linear_add_norm
 from kernels.moe import moe, route
 from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_and_store
-from kernels.sampling import greedy, sample
 from kernels.silu_and_mul import silu_and_mul
 from shared.errors import ConfigError
 
-REPLAYS = 50
-LAUNCHES = 20  # of one graph, at least
-L2_BYTES = 2**26  # more than any cache of the GPUs we know: rotating inputs together exceed it
-DTYPE = torch.bfloat16
 PAGE_SIZE = 16
-
-Launch = Callable[[], object]
-
-
-class Time(NamedTuple):
-    median_us: float
-    p95_us: float
-
-
-class Case(NamedTuple):
-    """One line of the table. Of `work`, bytes count against read bandwidth, operations against the matrix rate."""
-
-    shape: str
-    work: float
-    unit: str  # "TB/s" or "TFLOP/s"
-    launches: list[Launch]
-    torch_launches: list[Launch] | None = None
-
-
-def time_launches(launches: Sequence[Launch], replays: int = REPLAYS) -> Time:
-    """Microseconds of one launch; the list is repeated in one graph until it holds LAUNCHES."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()  # compiles, and fills the allocator
-    torch.cuda.synchronize()
-    repeats = -(-LAUNCHES // len(launches))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for launch in launches:
-                launch()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (repeats * len(launches)))
-    return Time(statistics.median(times), statistics.quantiles(times, n=20)[-1])
+PRODUCT_ROWS = (1, 16, 64)
 
 
 class KVCache:
@@ -91,10 +48,6 @@ class KVCache:
         self.slots = torch.randperm(slots, generator=generator).int().cuda().view(copies, rows)
         lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator, dtype=torch.int32)
         self.lengths, self.total_tokens = lengths.cuda(), int(lengths.sum())
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=DTYPE)
 
 
 def eager_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
@@ -168,7 +121,7 @@ def prefill_cases() -> Iterator[Case]:
 
 
 class Layer:
-    """A dense decode layer with its cache, as the worker launches it: 8 kernels, or 9 and what cuBLAS adds with the library."""
+    """A dense decode layer with its cache."""
 
     def __init__(self, rows: int, hidden: int, q_heads: int, kv_heads: int, inner: int, cache: KVCache, slots: Tensor) -> None:
         self.q_heads, self.kv_heads, self.cache, self.slots = q_heads, kv_heads, cache, slots
@@ -179,15 +132,29 @@ class Layer:
         positions = cache.lengths - 1
         pages = cache.page_table[slots.long(), (positions // PAGE_SIZE).long()].long()
         self.positions, self.locations = positions, pages * PAGE_SIZE + positions % PAGE_SIZE
+        self.normed = self._add(randn(rows, inner), self.down, self.qkv, False)
 
-    def __call__(self, product: Callable[..., Tensor], gated_product: Callable[..., Tensor]) -> Tensor:
-        cache, counts = self.cache, [self.q_heads, self.kv_heads, self.kv_heads]
-        x = add_rms_norm(self.x, self.residual, self.norm, 1e-6)
-        q, k, v = product(x, self.qkv).view(len(x), -1, 128).split(counts, dim=1)
-        q = rope_and_store(q, k, v, self.positions, self.table, self.locations, cache.k, cache.v, self.head_norm, self.head_norm)
-        q = decode_attention(q, cache.k, cache.v, cache.page_table, self.slots, cache.lengths, 128**-0.5)
-        x = add_rms_norm(product(q.flatten(1), self.output), self.residual, self.norm, 1e-6)
+    def __call__(self) -> Tensor | Unscaled:
+        """As the worker launches it: what the layer before left to what it leaves."""
+        x = self._add(self._attend(linear(self.normed, self.qkv)), self.output, self.gate_up, True)
+        return self._add(gated_linear(x, self.gate_up), self.down, self.qkv, False)
+
+    def apart(self, product: Callable[..., Tensor], gated_product: Callable[..., Tensor]) -> Tensor:
+        """With these products, and the norms between them: 8 kernels, or 9 and what cuBLAS adds with the library."""
+        x = self._attend(product(add_rms_norm(self.x, self.residual, self.norm, 1e-6), self.qkv))
+        x = add_rms_norm(product(x, self.output), self.residual, self.norm, 1e-6)
         return product(gated_product(x, self.gate_up), self.down)
+
+    def _attend(self, qkv: Tensor) -> Tensor:
+        cache, counts = self.cache, [self.q_heads, self.kv_heads, self.kv_heads]
+        q, k, v = qkv.view(len(qkv), -1, 128).split(counts, dim=1)
+        q = rope_and_store(q, k, v, self.positions, self.table, self.locations, cache.k, cache.v, self.head_norm, self.head_norm)
+        return decode_attention(q, cache.k, cache.v, cache.page_table, self.slots, cache.lengths, 128**-0.5).flatten(1)
+
+    def _add(self, x: Tensor, weight: Tensor, reader: Tensor, gated: bool) -> Tensor | Unscaled:
+        if begins_norm(x, weight, reader, gated):
+            return linear_add_norm(x, weight, None, self.residual, self.norm, 1e-6)
+        return add_rms_norm(linear(x, weight), self.residual, self.norm, 1e-6)
 
 
 def eager_gated_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -196,33 +163,28 @@ def eager_gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def layer_cases() -> Iterator[Case]:
     """A whole decode layer, beside the same with the library's products. Work: weights and cache, each read once."""
-    for name, hidden, q_heads, inner in (("Qwen3-0.6B", 1024, 16, 3072), ("Llama-3.1-8B", 4096, 32, 14336)):
+    for name, hidden, q_heads, inner in (("Qwen3-0.6B", 1024, 16, 3072), ("Llama-3.1-8B", 4096, 32, 14336), ("Qwen3-14B", 5120, 40, 17408)):
         for rows in (1, 8, 32, 64):
             copies = 8
             cache = KVCache(rows, 8, 128, 1024, 1152, copies)
             layers = [Layer(rows, hidden, q_heads, 8, inner, cache, slots) for slots in cache.slots]
             weights = sum(weight.nbytes for weight in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down))
-            ours: list[Launch] = [partial(layer, linear, gated_linear) for layer in layers]
-            library: list[Launch] = [partial(layer, F.linear, eager_gated_linear) for layer in layers]
-            yield Case(f"{name} B={rows} length 1024-1152", weights + 4.0 * cache.total_tokens * 8 * 128, "TB/s", ours, library)
+            library: list[Launch] = [partial(layer.apart, F.linear, eager_gated_linear) for layer in layers]
+            apart: list[Launch] = [partial(layer.apart, linear, gated_linear) for layer in layers]
+            work = weights + 4.0 * cache.total_tokens * 8 * 128
+            yield Case(f"{name} B={rows} length 1024-1152", work, "TB/s", [*layers], library)
+            yield Case(f"{name} B={rows} norms apart", work, "TB/s", apart)
 
 
-def sampling_cases() -> Iterator[Case]:
-    columns = 151936
-    for rows in (1, 32, 256):
-        logits = 3 * torch.randn(rows, columns, device="cuda")
-        seeds, positions = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda", dtype=torch.int32)
-        work = 4.0 * rows * columns
-        yield Case(f"B={rows} V={columns} greedy", work, "TB/s", [partial(greedy, logits)], [partial(torch.argmax, logits, 1)])
-        for temperature, top_k, top_p in ((0.6, 0, 1.0), (0.6, 20, 0.95), (0.6, 0, 0.9), (1.0, 500, 1.0)):
-            settings = (
-                torch.full((rows,), temperature, device="cuda"),
-                torch.full((rows,), top_k, device="cuda", dtype=torch.int32),
-                torch.full((rows,), top_p, device="cuda"),
-                torch.zeros(rows, device="cuda"),
-            )
-            ours = partial(sample, logits, *settings, seeds, positions)
-            yield Case(f"B={rows} temperature {temperature} top_k {top_k} top_p {top_p}", work, "TB/s", [ours])
+def product_cases() -> Iterator[Case]:
+    """Of few rows, by the table or the library, beside the library alone. Work: the weights, read once."""
+    models = sorted(path.stem for path in SHAPES.glob("*.json"))
+    for each in dict.fromkeys(product for name in models for product in products(name)):
+        for rows in PRODUCT_ROWS:
+            inputs = Inputs(each, rows)
+            ours: list[Launch] = [partial(gated_linear if each.gated else linear, inputs.x, weight) for weight in inputs.weights]
+            library = launches_of(each, inputs.x, inputs.weights, None)
+            yield Case(f"{each.operation} {each.columns}x{each.size} M={rows}", each.weight_bytes, "TB/s", ours, [*library])
 
 
 def moe_cases() -> Iterator[Case]:
@@ -251,9 +213,13 @@ OPERATIONS: dict[str, Callable[[], Iterator[Case]]] = {
     "rope_and_store": rope_cases,
     "decode_attention": decode_cases,
     "prefill_attention": prefill_cases,
+    "products": product_cases,
     "decode_layer": layer_cases,
     "moe": moe_cases,
     "sampling": sampling_cases,
+    "penalties": penalty_cases,
+    "logprobs": logprob_cases,
+    "state": state_cases,
 }
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels import L2_BYTES, KVCache, Launch, randn, time_launches
+from benchmarks.kernels import KVCache
+from benchmarks.launches import L2_BYTES, Launch, randn, time_launches
 from benchmarks.report import Report, Value
 from kernels import decode_attention, moe, prefill_attention
 from kernels.decode_attention import decode_attention_triton

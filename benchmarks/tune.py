@@ -1,19 +1,19 @@
 """Finds the fastest configuration of the products of few rows, for the shapes of models: `python -m benchmarks tune`.
 
-A pool of processes compiles the candidates; they are timed over replays of a graph whose weights rotate through memory. The
-fastest few are tried with weights asked for ahead of the wait, too. A configuration is written to the table of this GPU
-(`kernels/tuning_*.json`) where it beats the library by more than noise.
+A pool of processes compiles the candidates; they are timed over replays of a graph whose weights rotate through memory, each behind
+the norm of its rows: as in a layer, the memory is idle for a moment before a product, which asking for weights ahead of the wait
+makes use of. That is tried with the fastest few. A configuration is written to the table of this GPU (`kernels/tuning_*.json`) where it
+beats the library by more than noise. Then the two products around a norm are timed with its kernel between them, and without.
 """
 
 import copy
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,110 +22,52 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels import DTYPE, L2_BYTES, time_launches
+from benchmarks.candidates import Join, Product, candidates, joins, products, reading_ahead
+from benchmarks.launches import DTYPE, L2_BYTES, time_launches
 from benchmarks.report import Report, Value
-from benchmarks.workload import config_file
-from kernels.linear import Config, gated_linear_triton, linear_triton
+from kernels.linear import (
+    Config,
+    Unscaled,
+    config_of,
+    gated_linear_torch,
+    gated_linear_triton,
+    linear_add_norm_triton,
+    linear_torch,
+    linear_triton,
+)
+from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_and_mul import silu_and_mul
 from kernels.tuning import Table, file_name, table
-from services.worker.engine.roofline import Shape
 from shared.errors import ConfigError
 
-ROWS = (1, 16, 32, 64)
+ROWS = (1, 8, 16, 32, 64)
 GAIN = 0.98  # of the library's time, that a configuration must stay below
 ROUGH_REPLAYS, FINE_REPLAYS, FINALISTS = 4, 20, 4
 PROCESSES = 14
-MAX_SHARED_BYTES = 220 * 1024
-MULTIPROCESSORS = 132  # about: what a grid should fill, once to some times
 MAX_WEIGHT_BYTES = 2**30  # of the rotating copies
-
-
-@dataclass(frozen=True)
-class Product:
-    """columns: of the result; a gated product's weight has twice as many rows."""
-
-    gated: bool
-    columns: int
-    size: int
-
-    @property
-    def operation(self) -> str:
-        return "gated_linear" if self.gated else "linear"
-
-    @property
-    def weight_bytes(self) -> int:
-        return DTYPE.itemsize * self.columns * self.size * (2 if self.gated else 1)
-
-    @property
-    def is_small(self) -> bool:
-        """As a router of experts: not enough for every multiprocessor to read much."""
-        return self.weight_bytes < 2**20
-
-
-def products(model: str) -> list[Product]:
-    """Of a decode step of a model, by the name of its shape. The head is left out: it reads so much that the library is fast."""
-    shape = Shape.from_config(json.loads(config_file(model).read_text()))
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = [Product(False, q + 2 * kv, shape.hidden_size), Product(False, shape.hidden_size, q)]
-    if shape.experts == 1:
-        found += [Product(True, shape.intermediate_size, shape.hidden_size), Product(False, shape.hidden_size, shape.intermediate_size)]
-    else:
-        found.append(Product(False, shape.experts, shape.hidden_size))
-    return found
-
-
-def candidates(each: Product, rows: int) -> list[Config]:
-    """What could be fast: grids that fill the GPU once to a few times, tiles with enough loads in flight."""
-    return [tuned for tuned in (*_vector_candidates(each), *_tile_candidates(each, rows)) if tuned.row_block > 1 or rows == 1]
-
-
-def _vector_candidates(each: Product) -> Iterator[Config]:
-    """For one row: a share is one step, whose weights are in registers before the wait, or a few long steps."""
-    for columns, inner, splits, warps in product((2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 3, 4, 5), (4, 8)):
-        steps, remainder = divmod(each.size, inner * splits)
-        elements = columns * inner * (2 if each.gated else 1) // (32 * warps)  # of a thread, in registers
-        programs = each.columns // columns * splits
-        full = _least_programs(each) <= programs <= 16 * MULTIPROCESSORS
-        if remainder == 0 and steps <= 20 and elements in ((32, 64) if each.is_small else (64, 128)) and full:
-            yield Config(1, columns, inner, splits, warps, 1 if steps == 1 else 3, 0)
-
-
-def _tile_candidates(each: Product, rows: int) -> Iterator[Config]:
-    row_block = max(16, rows)
-    for columns, inner, splits, stages in product((8, 16, 32, 64), (128, 256), (1, 2, 3, 4, 6, 8), (3, 5)):
-        programs = each.columns // columns * splits
-        weight_bytes = DTYPE.itemsize * columns * inner * (2 if each.gated else 1)
-        shared_bytes = stages * (weight_bytes + DTYPE.itemsize * row_block * inner)
-        steps, remainder = divmod(each.size, inner * splits)
-        fits = remainder == 0 and steps >= stages - 1 and shared_bytes <= MAX_SHARED_BYTES
-        least_bytes = 2048 if each.is_small else 4096
-        if fits and least_bytes <= weight_bytes <= 65536 and 0.7 * _least_programs(each) <= programs <= 5 * MULTIPROCESSORS:
-            yield Config(row_block, columns, inner, splits, 8 if weight_bytes * stages > 98304 else 4, stages, 0)
-
-
-def _least_programs(each: Product) -> int:
-    return MULTIPROCESSORS // 2 if each.is_small else MULTIPROCESSORS
-
-
-def reading_ahead(each: Product, tuned: Config) -> list[Config]:
-    """The same with weights asked for before the wait: up to a share's, and a quarter of that."""
-    steps = each.size // tuned.inner_block // tuned.splits
-    most = min(1 << (steps.bit_length() - 1), 16)  # Triton's blocks are powers of two
-    return [] if tuned.row_block == 1 and steps == 1 else [tuned._replace(prefetch=ahead) for ahead in {most, max(most // 4, 1)}]
+TOLERANCE = 3e-2
+EPS = 1e-6
 
 
 def launches_of(each: Product, x: Tensor, weights: Sequence[Tensor], tuned: Config | None) -> Sequence[Callable[[], Tensor]]:
     """One for each copy of the weights; None: the library's, with the activation after it."""
     if tuned is None:
         return [partial(_library, x, weight, each.gated) for weight in weights]
-    if each.gated:
-        return [partial(gated_linear_triton, x, weight, None, tuned) for weight in weights]
-    return [partial(linear_triton, x, weight, None, tuned) for weight in weights]
+    return [partial(_ours, each, x, weight, tuned) for weight in weights]
+
+
+def _ours(each: Product, x: Tensor | Unscaled, weight: Tensor, tuned: Config) -> Tensor:
+    return gated_linear_triton(x, weight, None, tuned) if each.gated else linear_triton(x, weight, None, tuned)
 
 
 def _library(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     y = F.linear(x, weight)
     return silu_and_mul(y) if gated else y
+
+
+def _behind_norm(launch: Callable[[], Tensor], norm: Callable[[], Tensor]) -> None:
+    norm()
+    launch()
 
 
 class Job(NamedTuple):
@@ -144,7 +86,7 @@ def compile_jobs(jobs: Sequence[Job]) -> None:
 
 def _runs(each: Product, x: Tensor, weight: Tensor, tuned: Config) -> bool:
     try:
-        launches_of(each, x, [weight], tuned)[0]()
+        _ours(each, x, weight, tuned)
     except OutOfResources as error:
         print(f"{each} {tuned}: {error}", flush=True)
         return False
@@ -159,14 +101,18 @@ class Timed(NamedTuple):
 class Inputs:
     """Rows, and copies of the weights that no cache holds together."""
 
-    def __init__(self, each: Product, rows: int) -> None:
-        self.product, copies = each, max(2, min(-(-2 * L2_BYTES // each.weight_bytes), MAX_WEIGHT_BYTES // each.weight_bytes))
+    def __init__(self, each: Product, rows: int, copies: int | None = None) -> None:
+        copies = copies or max(2, min(-(-2 * L2_BYTES // each.weight_bytes), MAX_WEIGHT_BYTES // each.weight_bytes))
+        self.product = each
         shape = (copies, each.columns * (2 if each.gated else 1), each.size)
         self.weights = list(torch.randn(shape, device="cuda", dtype=DTYPE) * each.size**-0.5)
         self.x = torch.randn(rows, each.size, device="cuda", dtype=DTYPE)
+        self.norm = partial(rms_norm, self.x, torch.ones(each.size, device="cuda", dtype=DTYPE), EPS)
 
-    def library_us(self) -> float:
-        return time_launches(launches_of(self.product, self.x, self.weights, None), FINE_REPLAYS).median_us
+    def us(self, tuned: Config | None, replays: int) -> float:
+        """Of the product behind the norm of its rows; None: of the library's."""
+        launches = launches_of(self.product, self.x, self.weights, tuned)
+        return time_launches([partial(_behind_norm, launch, self.norm) for launch in launches], replays).median_us
 
     def timed(self, configs: Iterable[Config], replays: int) -> list[Timed]:
         """Fastest first. One that does not fit, or computes something else than the library, is told of and left out."""
@@ -175,9 +121,8 @@ class Inputs:
         for tuned in configs:
             if not _runs(each, self.x, self.weights[0], tuned):
                 continue
-            launches = launches_of(each, self.x, self.weights, tuned)
-            if torch.allclose(launches[0](), expected, rtol=3e-2, atol=3e-2):
-                times.append(Timed(time_launches(launches, replays).median_us, tuned))
+            if torch.allclose(_ours(each, self.x, self.weights[0], tuned), expected, rtol=TOLERANCE, atol=TOLERANCE):
+                times.append(Timed(self.us(tuned, replays), tuned))
             else:
                 print(f"WRONG: {each} {len(self.x)} rows {tuned}", flush=True)
         return sorted(times)
@@ -220,6 +165,8 @@ def tune(models: Sequence[str], rows: Sequence[int], limit_s: float, out: Path) 
     shapes = list(dict.fromkeys(each for model in models for each in products(model)))
     tuned_table, path = copy.deepcopy(table(torch.device("cuda", 0))), out / file_name(torch.cuda.get_device_name())
     out.mkdir(parents=True, exist_ok=True)
+    norms = list(dict.fromkeys(join for model in models for join in joins(model)))
+    around: list[tuple[Around, Future[None]]] = []
     lines: list[Sequence[Value]] = []
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         compilers = Compilers(pool)
@@ -246,6 +193,12 @@ def tune(models: Sequence[str], rows: Sequence[int], limit_s: float, out: Path) 
                     break
                 lines.append(_decide(final, tuned_table))
             path.write_text(json.dumps(tuned_table, indent=1, sort_keys=True) + "\n")
+            decided = {final.product for final in finals}
+            new = [each for join in norms if decided.issuperset(join) for each in _around(join, count, tuned_table)]
+            around += [(each, pool.submit(compile_around, each)) for each in new]
+        wait([compiling for _, compiling in around], timeout=max(deadline - time.monotonic(), 0.0))
+        lines += [_decide_norm(each, tuned_table) for each, compiling in around if compiling.done()]
+        path.write_text(json.dumps(tuned_table, indent=1, sort_keys=True) + "\n")
         pool.shutdown(cancel_futures=True)
     return Report(
         name="tune",
@@ -259,10 +212,9 @@ def _decide(final: Finals, tuned_table: Table) -> Sequence[Value]:
     """Times the finalists and the library, and writes the winner into the table; a line of the report."""
     each, count, configs = final
     inputs = Inputs(each, count)
-    times, library_us = inputs.timed(configs, FINE_REPLAYS), inputs.library_us()
-    shape = f"{each.columns}x{each.size}"
+    times, library_us, shape = inputs.timed(configs, FINE_REPLAYS), inputs.us(None, FINE_REPLAYS), each.shape
     entries = tuned_table.setdefault(each.operation, {}).setdefault(shape, {})
-    entries.pop(str(count), None)
+    entries[str(count)] = []
     if not times:
         return each.operation, shape, count, library_us, None, "library", each.weight_bytes / library_us / 1e6, None
     ours_us, tuned = times[0]
@@ -272,3 +224,65 @@ def _decide(final: Finals, tuned_table: Table) -> Sequence[Value]:
     rate, found = each.weight_bytes / min(ours_us, library_us) / 1e6, str([*tuned])
     print(f"{each.operation} {shape} M={count}: library {library_us:.2f}, ours {ours_us:.2f} us, {found}", flush=True)
     return each.operation, shape, count, library_us, ours_us, "ours" if won else "library", rate, found
+
+
+class Around(NamedTuple):
+    """The two products around a norm of so many rows."""
+
+    join: Join
+    rows: int
+    writer: Config
+    reader: Config
+
+    def separate(self, x: Tensor, first: Tensor, residual: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        y = add_rms_norm(linear_triton(x, first, None, self.writer), residual, norm, EPS)
+        return _ours(self.join.reader, y, second, self.reader)
+
+    def fused(self, x: Tensor, first: Tensor, residual: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        return _ours(self.join.reader, linear_add_norm_triton(x, first, None, residual, norm, EPS, self.writer), second, self.reader)
+
+
+def _around(join: Join, rows: int, tuned_table: Table) -> list[Around]:
+    """One, where the table has both products for so many rows."""
+    entries = [tuned_table.get(each.operation, {}).get(each.shape, {}) for each in join]
+    writer, reader = (config_of(each, rows) for each in entries)
+    return [] if writer is None or reader is None or not entries[1].get(str(rows)) else [Around(join, rows, writer, reader)]
+
+
+def compile_around(around: Around) -> None:
+    """Compiles the fused kernels, into the cache that all processes share."""
+    inputs = [Inputs(each, around.rows, copies=1) for each in around.join]
+    residual, norm = (torch.zeros(count, around.join.writer.columns, device="cuda", dtype=DTYPE) for count in (around.rows, 1))
+    around.fused(inputs[0].x, inputs[0].weights[0], residual, norm[0], inputs[1].weights[0])
+
+
+def _decide_norm(around: Around, tuned_table: Table) -> Sequence[Value]:
+    """Times both ways and notes in the reader's entry whether the fused one is faster; a line of the report.
+
+    One whose sums are not those of the separate kernels, bit by bit, is told of and not taken.
+    """
+    (writer, reader), rows = around.join, around.rows
+    inputs = [Inputs(each, rows) for each in around.join]
+    x, norm = inputs[0].x, 1 + torch.randn(writer.columns, device="cuda", dtype=DTYPE) / 8
+    pairs = list(zip(*(cycle(each.weights) for each in inputs), range(max(len(each.weights) for each in inputs)), strict=False))
+    ways, sums = (around.separate, around.fused), [torch.ones(rows, writer.columns, device="cuda", dtype=DTYPE) for _ in range(2)]
+    first, second, _ = pairs[0]
+    got = [way(x, first, residual, norm, second).float() for way, residual in zip(ways, sums, strict=True)]
+    exact = rms_norm(sums[0].float(), norm.float(), EPS)
+    expected = (gated_linear_torch if reader.gated else linear_torch)(exact, second.float())
+    errors = [float((y - expected).abs().mean() / expected.abs().mean()) for y in got]
+    right = torch.equal(*sums) and errors[1] < 1.1 * errors[0]
+    if not right:
+        print(f"WRONG: {around}, errors {errors}", flush=True)
+    times = [
+        time_launches(
+            [partial(_behind_norm, partial(way, x, a, sums[0], norm, b), inputs[0].norm) for a, b, _ in pairs], FINE_REPLAYS
+        ).median_us
+        for way in ways
+    ]
+    won = right and times[1] < times[0]
+    tuned_table[reader.operation][reader.shape][str(rows)] = list(around.reader._replace(reads_unscaled=int(won)))
+    shapes, found = f"{writer.shape} {reader.shape}", f"errors {errors[0]:.2e} {errors[1]:.2e}"
+    print(f"norm {shapes} M={rows}: separate {times[0]:.2f}, fused {times[1]:.2f} us, {found}", flush=True)
+    rate = (writer.weight_bytes + reader.weight_bytes) / min(times) / 1e6
+    return "norm", shapes, rows, times[0], times[1], "fused" if won else "separate", rate, found

@@ -1,0 +1,128 @@
+"""The products of few rows of a decode step, and the configurations of each that could be fast."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from benchmarks.launches import DTYPE
+from benchmarks.workload import config_file
+from kernels.linear import Config
+from services.worker.engine.roofline import Shape
+
+MAX_SHARED_BYTES = 220 * 1024
+MULTIPROCESSORS = 132  # about: what a grid should fill, once to some times
+
+
+@dataclass(frozen=True)
+class Product:
+    """columns: of the result; a gated product's weight has twice as many rows."""
+
+    gated: bool
+    columns: int
+    size: int
+
+    @property
+    def operation(self) -> str:
+        return "gated_linear" if self.gated else "linear"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.columns}x{self.size}"
+
+    @property
+    def weight_bytes(self) -> int:
+        return DTYPE.itemsize * self.columns * self.size * (2 if self.gated else 1)
+
+    @property
+    def is_small(self) -> bool:
+        """As a router of experts: not enough for every multiprocessor to read much."""
+        return self.weight_bytes < 2**20
+
+
+class Join(NamedTuple):
+    """A product whose columns are added to the residual, and the one that reads the norm of that."""
+
+    writer: Product
+    reader: Product
+
+
+def products(model: str) -> list[Product]:
+    """Of a decode step of a model, by the name of its shape. The head is left out: it reads so much that the library is fast."""
+    shape = _shape(model)
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    found = [Product(False, q + 2 * kv, shape.hidden_size), Product(False, shape.hidden_size, q)]
+    if shape.experts == 1:
+        found += [Product(True, shape.intermediate_size, shape.hidden_size), Product(False, shape.hidden_size, shape.intermediate_size)]
+    else:
+        found.append(Product(False, shape.experts, shape.hidden_size))
+    return found
+
+
+def joins(model: str) -> list[Join]:
+    """Of a dense model: both halves of a layer. None of a model of experts, whose norm is read by more than one kernel."""
+    if _shape(model).experts > 1:
+        return []
+    qkv, output, gate_up, down = products(model)
+    return [Join(output, gate_up), Join(down, qkv)]
+
+
+def _shape(model: str) -> Shape:
+    return Shape.from_config(json.loads(config_file(model).read_text()))
+
+
+def candidates(each: Product, rows: int) -> list[Config]:
+    """What could be fast: grids that fill the GPU once to a few times, tiles with enough loads in flight."""
+    vectors = _vector_candidates(each) if rows == 1 else ()
+    tiles = _tile_candidates(each, rows) if rows > 1 or each.is_small else ()
+    return [*vectors, *tiles, *_tall_candidates(each, rows)]
+
+
+def _vector_candidates(each: Product) -> Iterator[Config]:
+    """For one row: a share is one step, whose weights are in registers before the wait, or a few long steps."""
+    for columns, inner, splits, warps in product((2, 4, 8, 16, 32), (512, 1024, 2048, 4096), (1, 2, 3, 4, 5), (4, 8)):
+        steps, remainder = divmod(each.size, inner * splits)
+        elements = columns * inner * (2 if each.gated else 1) // (32 * warps)  # of a thread, in registers
+        programs = each.columns // columns * splits
+        full = 0.9 * _least_programs(each) <= programs <= 16 * MULTIPROCESSORS
+        if remainder == 0 and steps <= 40 and elements in ((32, 64) if each.is_small else (64, 128)) and full:
+            for stages in (1,) if steps == 1 else (3,) if steps < 8 else (3, 5):
+                if stages * DTYPE.itemsize * inner * (columns * (2 if each.gated else 1) + 1) <= MAX_SHARED_BYTES:
+                    yield Config(1, columns, inner, splits, warps, stages, 0)
+
+
+def _tile_candidates(each: Product, rows: int) -> Iterator[Config]:
+    """Rows on the tall side of the tensor cores' product."""
+    inner = 128
+    for columns, splits, stages in product((8, 16) if each.is_small else (16, 32, 64), (1, 2, 3, 4, 6, 8), (3, 5)):
+        weight_bytes = DTYPE.itemsize * columns * inner * (2 if each.gated else 1)
+        if _fills(each, max(16, rows), columns, inner, splits, stages):
+            yield Config(max(16, rows), columns, inner, splits, 8 if weight_bytes * stages > 98304 else 4, stages, 0)
+
+
+def _tall_candidates(each: Product, rows: int) -> Iterator[Config]:
+    """64 or 128 columns on the tall side, where a warp group multiplies them from shared memory, and 8 rows are no more than 8."""
+    for columns, splits, (inner, stages) in product((64, 128), (1, 2, 3, 4, 5, 8), ((64, 6), (128, 3), (128, 5), (256, 3))):
+        if _fills(each, max(8, rows), columns, inner, splits, stages):
+            yield Config(max(8, rows), columns, inner, splits, 4 if columns == 64 else 8, stages, 0, weights_first=1)
+
+
+def _fills(each: Product, row_block: int, columns: int, inner: int, splits: int, stages: int) -> bool:
+    """Whether such tiles fit, with whole steps and full columns, and whether there are enough of them and not too many."""
+    programs = each.columns // columns * splits
+    shared_bytes = stages * DTYPE.itemsize * inner * (columns * (2 if each.gated else 1) + row_block)
+    steps, remainder = divmod(each.size, inner * splits)
+    fits = remainder == 0 and each.columns % columns == 0 and steps >= stages - 1 and shared_bytes <= MAX_SHARED_BYTES
+    return fits and 0.6 * _least_programs(each) <= programs <= 5 * MULTIPROCESSORS
+
+
+def _least_programs(each: Product) -> int:
+    return MULTIPROCESSORS // 2 if each.is_small else MULTIPROCESSORS
+
+
+def reading_ahead(each: Product, tuned: Config) -> list[Config]:
+    """The same with weights asked for before the wait: up to a share's, and a quarter of that."""
+    steps = each.size // tuned.inner_block // tuned.splits
+    most = min(1 << (steps.bit_length() - 1), 16)  # Triton's blocks are powers of two
+    return [] if tuned.row_block == 1 and steps == 1 else [tuned._replace(prefetch=ahead) for ahead in {most, max(most // 4, 1)}]
