@@ -32,7 +32,7 @@ PROTOS := $(patsubst proto/lockstep/v1/%,shared/protocol/%,$(wildcard proto/lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup constraints proto chart wheels images model run test test-system test-gpu test-cluster format clean
+.PHONY: help setup constraints proto chart wheels images model run test test-system test-gpu gpu test-cluster format clean
 .PHONY: lint lint-style lint-types lint-imports lint-contracts lint-stubs
 
 help: ## List the targets
@@ -98,6 +98,9 @@ test-system: .venv/stamp ## Run the tests that need root, Debian packages or a r
 
 test-gpu: .venv/stamp ## Run the tests that need GPUs
 	@$(BIN)/python -m pytest tests/gpu
+
+gpu: .venv/stamp ## Run the tests that need GPUs, then print every table of kernels and models (QUICK=--quick: each line once)
+	@PYTHON=$(BIN)/python QUICK='$(QUICK)' .ci/gpu
 
 chaos: REQUESTS ?= 100000
 chaos: .venv/stamp ## Ask REQUESTS times while services are killed, stopped and drained (for an hour and more)

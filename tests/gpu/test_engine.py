@@ -19,6 +19,9 @@ from shared.protocol.plan import NO_TOKEN, Plan, decode, encode
 from tests.services.worker.models.checkpoints import MAX_LENGTH, llama, make, qwen3_moe
 
 PAGE_SIZE, SLOTS = 16, 8
+SLEEP_CYCLES = 10**8  # of the device: about 50 ms
+LONG = 1 << 18  # positions: all slots together could use more KV cache than MOST_BYTES
+MOST_BYTES = 24 << 30
 Checkpoint = Callable[[str], Path]
 
 
@@ -159,14 +162,39 @@ def test_launches_of_a_decode_layer(tmp_path: Path, kind: str, rows: int) -> Non
     assert a_layer <= LAUNCHES[kind]
 
 
-def test_all_variants_of_a_step_are_captured(captured: TorchEngine) -> None:
+@pytest.mark.parametrize("rows", [1, SLOTS])
+@pytest.mark.parametrize("features", VARIANTS)
+def test_every_variant_of_a_decode_step_is_captured(captured: TorchEngine, features: Feature, rows: int) -> None:
+    driver, slots = driver_of(captured), int32s(*range(rows))
+    step_of(captured, driver.plan(decode_slots=slots, decode_flags=np.ones_like(slots)))
     assert captured.graphs is not None
-    assert {Feature.SAMPLING in variant for variant in VARIANTS} == {True, False}
+    result = captured.graphs.replay(driver.plan(decode_slots=slots, decode_flags=np.ones_like(slots)), features)
+    assert result is not None
+    assert len(result) == rows
 
 
-def test_the_cache_takes_what_memory_fraction_leaves(checkpoint: Checkpoint) -> None:
+def test_plans_that_are_staged_far_ahead_of_the_device_arrive_as_they_are(captured: TorchEngine) -> None:
+    driver = driver_of(captured)
+    plans = [driver.plan(decode_slots=int32s(*[slot] * 3), decode_flags=int32s(1, 1, 1)) for slot in range(6)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    arrived = []
+    for plan in plans:
+        step_of(captured, plan)
+        assert captured.staging is not None
+        arrived.append(captured.staging.decode_slots[:3].clone())  # in stream order: before the next plan takes its place
+    assert [each.tolist() for each in arrived] == [[slot] * 3 for slot in range(6)]
+
+
+def test_the_cache_takes_what_memory_fraction_leaves(tmp_path: Path) -> None:
+    """And no more, with the captured steps in it."""
+    shape = {**SHAPE, "num_key_value_heads": 16, "num_hidden_layers": 2, "max_position_embeddings": LONG}
+    model = make(llama(**shape), tmp_path / "model")
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    engine = engine_of(checkpoint("qwen3"), num_pages=None, kv_cache_memory_bytes=None, memory_fraction=0.2, slots=8, max_step_tokens=256)
-    used = total - torch.cuda.mem_get_info()[0]
-    assert used <= 0.2 * total or free < 0.8 * total
-    assert engine.facts.pages == 8 * MAX_LENGTH // PAGE_SIZE + 1  # more than that no slot could use
+    reserved, allowed = torch.cuda.memory_reserved(), min(MOST_BYTES, free // 2)
+    unset = {"num_pages": None, "kv_cache_memory_bytes": None, "memory_fraction": (total - free + allowed) / total}
+    engine = engine_of(model, dtype="bfloat16", max_model_len=LONG, max_step_tokens=256, **unset)
+    assert engine.facts.pages < SLOTS * LONG // PAGE_SIZE  # by memory, not by what the slots could use
+    assert engine.memory.kv_cache > allowed // 4  # others may use the GPU at the same time
+    assert torch.cuda.memory_reserved() - reserved <= allowed

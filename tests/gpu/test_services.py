@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.local.llm import LLM, Completion, Sampling
 from tests.gpu.test_models import NEAR_TIE, reference_logits
@@ -65,11 +67,20 @@ def test_the_same_tokens_with_graphs_with_cached_prefixes_and_on_two_ranks(model
     assert len({tuple(each.ids.tolist()) for each in seeded[0]}) > 1
 
 
+def preemptions(llm: LLM) -> float:
+    """So far."""
+    text = httpx.get(f"http://127.0.0.1:{llm.admin_ports['scheduler']}/metrics", trust_env=False).raise_for_status().text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == "lockstep_num_preemptions_total")
+
+
 @pytest.mark.timeout(300)
 def test_everything_completes_when_pages_are_short(model: Path) -> None:
+    """85,000 tokens of KV cache, of which 128 prompts alone would take 131,072."""
     asked = prompts(128, 1024)
-    with LLM(model, **SETTINGS, num_pages=85_000 // PAGE_SIZE, max_step_tokens=4096) as llm:
+    with LLM(model, **{**SETTINGS, "max_num_seqs": 128}, num_pages=85_000 // PAGE_SIZE, max_step_tokens=4096) as llm:
         answers = llm.generate(asked, Sampling(200, ignore_eos=True, temperature=0))
+        assert preemptions(llm) > 0
         alone = llm.generate(asked[:3], Sampling(200, ignore_eos=True, temperature=0))
     assert all(len(answer.ids) == 200 and answer.finish_reason == "length" for answer in answers)
     check_equal(model, answers[:3], alone)

@@ -7,7 +7,9 @@ import torch
 
 from benchmarks.driver import spec
 from services.worker.engine.devices import check_gpu, communicator_of, device_of, dtype_of
+from services.worker.settings import WorkerSettings
 from shared.errors import ConfigError
+from shared.settings import load
 
 GPU, CPU, NOWHERE = torch.device("cuda", 0), torch.device("cpu"), Path("nowhere")
 
@@ -42,3 +44,8 @@ def test_what_no_graph_can_hold_is_refused() -> None:
         check_gpu(spec(NOWHERE, sampling_gather="candidates"), 16)
     with pytest.raises(ConfigError, match=r"^max_model_len: on a GPU at least 16, got 15$"):
         check_gpu(spec(NOWHERE), 15)
+
+
+def test_graphs_are_switched_off_on_the_command_line() -> None:
+    for word in ("off", "false"):
+        assert not load(WorkerSettings, "worker", ["--model", "nowhere", "--cuda-graphs", word]).cuda_graphs
