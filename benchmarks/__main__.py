@@ -9,7 +9,9 @@ import typer
 from benchmarks import models, tune
 from benchmarks.allreduce import SIZES, allreduce
 from benchmarks.capacity import Fleet, Load, Objectives, capacity
+from benchmarks.comparison import comparison
 from benchmarks.conversations import goodput
+from benchmarks.deterministic import deterministic
 from benchmarks.distance import distance
 from benchmarks.endurance import endurance
 from benchmarks.fleet import fleet
@@ -212,6 +214,40 @@ def _offline(
     _measure(model, cases, _options(device, quick, limit_s, worker), out)
 
 
+@app.command("sampling")
+def _sampling(
+    model: Model = MODELS,
+    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [256],  # noqa: B006
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
+    tokens: Annotated[int, typer.Option(min=1, help="Steps.")] = Cases.tokens,
+    device: Device = "auto",
+    quick: Quick = False,
+    limit_s: Limit = Options.limit_s,
+    worker: Worker = [],  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """What temperature, filters, penalties and log-probabilities of all rows add to a greedy step."""
+    cases = Cases(names=("sampling",), rows=tuple(rows), context=context, tokens=tokens)
+    _measure(model, cases, _options(device, quick, limit_s, worker), out)
+
+
+@app.command("deterministic")
+def _deterministic(
+    model: Model = ["Qwen3-0.6B"],  # noqa: B006
+    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [1, 256],  # noqa: B006
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
+    tokens: Annotated[int, typer.Option(min=1, help="Steps.")] = Cases.tokens,
+    device: Device = "auto",
+    quick: Quick = False,
+    limit_s: Limit = Options.limit_s,
+    worker: Worker = [],  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """Milliseconds a step with the worker's deterministic mode and without."""
+    cases = Cases(names=("decode",), rows=tuple(rows), context=context, tokens=tokens)
+    _finish(deterministic(model, cases, _options(device, quick, limit_s, worker)), out)
+
+
 @app.command("peers")
 def _peers(
     model: Model = MODELS,
@@ -223,6 +259,17 @@ def _peers(
 ) -> None:
     """The offline task, prefill and decode of each model after one start, beside what other engines reach."""
     _measure(model, Cases(), _options(device, quick, limit_s, worker), out)
+
+
+@app.command("comparison")
+def _comparison(
+    folders: Annotated[list[Path], typer.Argument(help="What `peers --out` wrote; of a line in several of them the last counts.")],
+    out: Out = OUT,
+) -> None:
+    """Ours beside the best peer, as tables of Markdown and a plot, from what `peers` has measured."""
+    tables, report = comparison(folders)
+    print(tables)
+    report.write(out)
 
 
 @app.command("profile")
@@ -266,11 +313,12 @@ def _allreduce(
 def _tune(
     model: Model = MODELS,
     rows: Annotated[list[int], typer.Option(min=1, max=64, help="Most rows of an entry; repeatable.")] = list(tune.ROWS),  # noqa: B006
+    tensor_parallel_size: Annotated[list[int], typer.Option(min=1, help="Ranks of a group, whose shares are tuned; repeatable.")] = [1],  # noqa: B006
     limit_s: Annotated[float, typer.Option(min=1, help="When to stop; what is not reached stays as it is.")] = 600.0,
     out: Out = OUT,
 ) -> None:
     """The fastest configurations of the products of few rows, as the table that the kernels read."""
-    _finish(tune.tune(model, rows, limit_s, out), out)
+    _finish(tune.tune(model, rows, tensor_parallel_size, limit_s, out), out)
 
 
 @app.command("tiles")
