@@ -3,17 +3,22 @@
 S slots, A admissions, B rows.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from kernels.advance import advance
 from kernels.early_end import forbid_early_end
 from services.worker.engine.sampling import Sampling
+from services.worker.engine.sizes import aligned
 from shared.protocol.plan import ADMISSION, MAX_STOP_IDS, NO_STOP_ID, SlotFlag
 
 _COLUMN = {name: offset // 4 for name, (_, offset) in ((name, ADMISSION.fields[name][:2]) for name in ADMISSION.names or ())}  # type: ignore[index]
+
+
+# What a slot keeps of an admission as it is, in the order of the record: one launch enters all of it.
+_KEPT = ("min_length", "max_length", "seed_low", "seed_high", "temperature", "top_k", "top_p", "min_p")
+_KEPT_COLUMNS = slice(_COLUMN[_KEPT[0]], _COLUMN[_KEPT[0]] + len(_KEPT))
+assert [_COLUMN[name] for name in _KEPT] == list(range(_KEPT_COLUMNS.start, _KEPT_COLUMNS.stop))
 
 
 def column_of(records: Tensor, name: str) -> Tensor:
@@ -39,16 +44,18 @@ class Slots:
 
         self.eos_ids = eos_ids
         self.page_table = ints(slots, pages_per_slot)
-        self.length = ints(slots)  # tokens whose keys and values are in the cache
-        self.last_token = ints(slots)  # what the next decode row computes, at position `length`
+        row = aligned(slots)  # a kernel is compiled once for all that begins where it should
+        self._progress = ints(2, row)[:, :slots]
+        self.length = self._progress[0]  # tokens whose keys and values are in the cache
+        self.last_token = self._progress[1]  # what the next decode row computes, at position `length`
         self.done = torch.ones(slots, dtype=torch.bool, device=eos_ids.device)
-        self.min_length, self.max_length = ints(slots), ints(slots)
+        self._kept = ints(len(_KEPT), row)[:, :slots]
+        self.min_length, self.max_length = self._kept[0], self._kept[1]
+        self._sampling = self._kept[_KEPT.index("temperature") :]  # a step takes the columns of its rows in one launch
         self.ignore_eos = torch.zeros_like(self.done)
         self.stop_ids = ints(slots, MAX_STOP_IDS).fill_(NO_STOP_ID)
         self.seed = torch.zeros(slots, dtype=torch.int64, device=eos_ids.device)
-        self._sampling = ints(4, slots)  # the bits of what follows: a step takes the columns of its rows in one launch
-        self.temperature, self.top_p, self.min_p = (row.view(torch.float32) for row in self._sampling[:3])
-        self.top_k = self._sampling[3]
+        self._seed_words = self.seed.view(torch.int32).view(slots, 2)  # low, high
 
     def reset(self) -> None:
         """Forgets every request; what lies in the page tables is never read again."""
@@ -59,21 +66,15 @@ class Slots:
 
     def admit(self, records: Tensor) -> None:
         """records `[A, 32]` int32, see `shared.protocol.plan.ADMISSION`. Resets everything of the slots."""
-
-        column, floats = partial(column_of, records), partial(floats_of, records)
-        slots = column("slot").long()
+        slots = column_of(records, "slot").long()
+        seed, stop_ids = _COLUMN["seed_low"], _COLUMN["stop_ids"]
         self.page_table.index_fill_(0, slots, 0)
-        self.length.index_fill_(0, slots, 0)
-        self.last_token.index_fill_(0, slots, 0)
+        self._progress.index_fill_(1, slots, 0)
         self.done.index_fill_(0, slots, False)
-        self.min_length[slots] = column("min_length")
-        self.max_length[slots] = column("max_length")
-        self.ignore_eos[slots] = (column("flags") & SlotFlag.IGNORE_EOS) != 0
-        self.stop_ids[slots] = records[:, _COLUMN["stop_ids"] :][:, :MAX_STOP_IDS]
-        self.seed[slots] = (column("seed_high").long() << 32) | (column("seed_low").long() & 0xFFFFFFFF)
-        for name in ("temperature", "top_p", "min_p"):
-            getattr(self, name)[slots] = floats(name)
-        self.top_k[slots] = column("top_k")
+        self._kept.index_copy_(1, slots, records[:, _KEPT_COLUMNS].T)
+        self._seed_words.index_copy_(0, slots, records[:, seed : seed + 2])
+        self.stop_ids.index_copy_(0, slots, records[:, stop_ids : stop_ids + MAX_STOP_IDS])
+        self.ignore_eos.index_copy_(0, slots, (column_of(records, "flags") & SlotFlag.IGNORE_EOS).bool())
 
     def grant(self, slots: Tensor, indexes: Tensor, pages: Tensor) -> None:
         self.page_table[slots.long(), indexes.long()] = pages
@@ -87,8 +88,8 @@ class Slots:
 
     def sampling(self, slots: Tensor, positions: Tensor) -> Sampling:
         """How rows are sampled; a row's noise depends on its seed and the position `[B]` of the token in its sequence only."""
-        *floats, top_k = self._sampling.index_select(1, slots)
-        temperature, top_p, min_p = (row.view(torch.float32) for row in floats)
+        temperature, top_k, top_p, min_p = self._sampling.index_select(1, slots)
+        temperature, top_p, min_p = (row.view(torch.float32) for row in (temperature, top_p, min_p))
         return Sampling(temperature, top_k, top_p, min_p, self.seed.index_select(0, slots), positions)
 
     def advance(self, slots: Tensor, lengths: Tensor, tokens: Tensor, samples: Tensor) -> Tensor:
