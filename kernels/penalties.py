@@ -1,6 +1,6 @@
 """Logit bias, and penalties for the ids that a sequence holds already.
 
-B rows, S slots, L columns of logits: the vocabulary ids from `first` on, N ids to count, M biases of a slot.
+B rows, S slots, L columns of logits: the vocabulary ids from `first` on, N ids to count, M biases of a slot, P rows with prefill.
 """
 
 import torch
@@ -13,6 +13,7 @@ from kernels.launch import cdiv, next_power_of_2, pdl_options
 IN_PROMPT = 1 << 30  # of a count: the id is in the prompt; the bits below say how often it was generated
 TILE = 2048  # columns of a program
 IDS = 256  # to count, of a program
+SHARES = 8  # that a sequence to count is cut into
 
 
 def penalise(
@@ -52,6 +53,30 @@ def count(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, first: 
     implementation(counts, slots, ids, in_prompt, first)
 
 
+def recount(
+    counts: Tensor,
+    counted: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    yields: Tensor,
+    prompt_length: Tensor,
+    token_ids: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    first: int = 0,
+) -> None:
+    """counts `[S, L]` int32, in place: anew, from what their pages hold, of the slots that are counted and whose rows yield a token.
+
+    counted `[S]` bool; slots `[P]` int32, none of those twice; lengths `[P]` int32: tokens in the pages; yields `[P]` bool; prompt_length
+    `[S]` int32: positions from there on were generated. token_ids int32 by place in the cache, page_table `[S, max_pages]` int32.
+    Raises ValueError if counts or the page table are not contiguous.
+    """
+    if not (counts.is_contiguous() and page_table.is_contiguous()):
+        raise ValueError(f"counts and page_table must be contiguous, got strides {counts.stride()} and {page_table.stride()}")
+    implementation = recount_triton if counts.is_cuda else recount_torch
+    implementation(counts, counted, slots, lengths, yields, prompt_length, token_ids, page_table, page_size, first)
+
+
 def penalise_torch(
     logits: Tensor,
     slots: Tensor,
@@ -84,6 +109,28 @@ def count_torch(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, f
     flat.scatter_add_(0, places, (inside & ~in_prompt).int())
 
 
+def recount_torch(
+    counts: Tensor,
+    counted: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    yields: Tensor,
+    prompt_length: Tensor,
+    token_ids: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    first: int = 0,
+) -> None:
+    wanted = yields & counted[slots.long()]
+    slots, lengths = slots[wanted].long(), lengths[wanted].long()
+    counts[slots] = 0
+    row = torch.repeat_interleave(lengths)
+    positions = torch.arange(len(row), device=row.device) - (lengths.cumsum(0) - lengths)[row]
+    owners = slots[row]
+    places = page_table[owners, positions // page_size].long() * page_size + positions % page_size
+    count_torch(counts, owners, token_ids[places], positions < prompt_length[owners], first)
+
+
 def penalise_triton(
     logits: Tensor,
     slots: Tensor,
@@ -109,6 +156,62 @@ def count_triton(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, 
         _count_kernel[(cdiv(number, IDS),)](
             counts, slots, ids, in_prompt, number, counts.shape[1], first, IN_PROMPT, IDS, num_warps=4, **pdl_options(counts.device)
         )
+
+
+def recount_triton(
+    counts: Tensor,
+    counted: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    yields: Tensor,
+    prompt_length: Tensor,
+    token_ids: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    first: int = 0,
+) -> None:
+    rows, columns, pdl = len(slots), counts.shape[1], pdl_options(counts.device)
+    if rows:
+        _clear_kernel[(cdiv(columns, TILE), rows)](counts, counted, slots, yields, columns, TILE, num_warps=8, **pdl)
+        _recount_kernel[(SHARES, rows)](
+            counts, counted, slots, lengths, yields, prompt_length, token_ids, page_table, page_table.shape[1], page_size, columns, first,
+            IN_PROMPT, SHARES, IDS, num_warps=4, **pdl,
+        )  # fmt: skip
+
+
+@triton.jit
+def _clear_kernel(counts_ptr, counted_ptr, slots_ptr, yields_ptr, columns, TILE: tl.constexpr, PDL: tl.constexpr):
+    tile, row = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if (tl.load(yields_ptr + row) != 0) & (tl.load(counted_ptr + slot) != 0):
+        column = tile * TILE + tl.arange(0, TILE)
+        tl.store(counts_ptr + slot * columns + column, tl.zeros([TILE], tl.int32), mask=column < columns)
+
+
+@triton.jit
+def _recount_kernel(
+    counts_ptr, counted_ptr, slots_ptr, lengths_ptr, yields_ptr, prompt_length_ptr, token_ids_ptr, page_table_ptr, max_pages, page_size,
+    columns, first, IN_PROMPT: tl.constexpr, SHARES: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    share, row = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if (tl.load(yields_ptr + row) != 0) & (tl.load(counted_ptr + slot) != 0):
+        length, prompt_length = tl.load(lengths_ptr + row), tl.load(prompt_length_ptr + slot)
+        for start in range(share * IDS, length, SHARES * IDS):
+            position = start + tl.arange(0, IDS)
+            inside = position < length
+            page = tl.load(page_table_ptr + slot * max_pages + position // page_size, mask=inside, other=0).to(tl.int64)
+            column = tl.load(token_ids_ptr + page * page_size + position % page_size, mask=inside, other=-1) - first
+            inside &= (column >= 0) & (column < columns)
+            place, in_prompt = counts_ptr + slot * columns + column, position < prompt_length
+            tl.atomic_or(place, tl.full([IDS], IN_PROMPT, tl.int32), mask=inside & in_prompt, sem="relaxed")
+            tl.atomic_add(place, 1, mask=inside & (position >= prompt_length), sem="relaxed")
 
 
 @triton.jit

@@ -152,7 +152,9 @@ def state() -> None:
 def logit_changes() -> None:
     logits, number, slots = zeros(4, 151936, dtype=torch.float32), zeros(9, dtype=torch.float32), int32(4)
     penalties.penalise_triton(logits, slots, int32(9, 151936), number, number, number, int32(9, 300), zeros(9, 300, dtype=torch.float32))
-    penalties.count_triton(int32(9, 151936), int32(300), int32(300), torch.zeros(300, dtype=torch.bool))
+    flags = torch.zeros(300, dtype=torch.bool)
+    penalties.count_triton(int32(9, 151936), int32(300), int32(300), flags)
+    penalties.recount_triton(int32(9, 151936), flags, slots, slots, flags, slots, int32(4096), int32(9, 64), 16)
 
 
 def logprob_parts() -> None:

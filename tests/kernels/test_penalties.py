@@ -2,7 +2,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.penalties import IN_PROMPT, count_torch, count_triton, penalise_torch, penalise_triton
+from kernels.penalties import (
+    IDS,
+    IN_PROMPT,
+    SHARES,
+    count_torch,
+    count_triton,
+    penalise_torch,
+    penalise_triton,
+    recount_torch,
+    recount_triton,
+)
 from tests.kernels.support import DEVICE, generator, implementations, randn
 
 SLOTS, BIASES = 6, 4
@@ -63,3 +73,26 @@ def test_only_ids_of_these_columns_are_counted(count) -> None:
     in_prompt = torch.tensor([0, 0, 0, 1, 0, 1, 0, 0, 0], dtype=torch.bool, device=DEVICE)
     count(counts, slots, ids, in_prompt, first=4)
     assert counts.tolist() == [[1, 0, 0, 0], [IN_PROMPT + 2, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("recount", implementations(recount_torch, recount_triton))
+@pytest.mark.parametrize("first, columns", [(0, 300), (128, 129)])
+def test_counts_are_made_anew_of_the_rows_that_start_to_yield(recount, first: int, columns: int) -> None:
+    page_size, max_pages, random = 16, 2 * SHARES * IDS // 16, generator(first)
+    token_ids = torch.randint(0, 300, (SLOTS * max_pages * page_size,), generator=random, dtype=torch.int32, device=DEVICE)
+    page_table = torch.randperm(SLOTS * max_pages, generator=random, device=DEVICE).int().view(SLOTS, max_pages)
+    counts = torch.full((SLOTS, columns), 77, dtype=torch.int32, device=DEVICE)
+    counted = torch.tensor([True, True, False, True, True, True], device=DEVICE)
+    prompt_length = torch.tensor([0, 1, 5, 30, SHARES * IDS, 700], dtype=torch.int32, device=DEVICE)
+    rows = [(4, SHARES * IDS + 300, True), (2, 9, True), (3, 17, True), (0, 5, False), (5, 700, True), (1, 0, True)]  # slot, length, yields
+    slots, lengths, yields = (torch.tensor(column, device=DEVICE) for column in zip(*rows, strict=True))
+    recount(counts, counted, slots.int(), lengths.int(), yields, prompt_length, token_ids, page_table, page_size, first)
+    for slot, length, yielded in rows:
+        expected = [77] * columns if not (yielded and counted[slot]) else [0] * columns
+        if yielded and counted[slot]:
+            pages = page_table[slot].tolist()
+            for position in range(length):
+                column = int(token_ids[pages[position // page_size] * page_size + position % page_size]) - first
+                if 0 <= column < columns:
+                    expected[column] = expected[column] | IN_PROMPT if position < prompt_length[slot] else expected[column] + 1
+        assert counts[slot].tolist() == expected

@@ -185,9 +185,12 @@ class TorchEngine:
 
         sampled `[B]` bool: the rows that yield a token.
         """
-        state, sampler, slots = self.slots, self.sampler, batch.slots
+        state, sampler, slots, decodes = self.slots, self.sampler, batch.slots, batch.decode_rows
         raw = logits.clone() if Feature.LOGPROBS in features else logits
         if Feature.PENALTIES in features:
+            if batch.rows > decodes:
+                prefills = slots[decodes:], batch.lengths[decodes:], sampled[decodes:]
+                self.penalties.recount(*prefills, self.token_ids, state.page_table, self.page_size)
             self.penalties.apply(logits, slots)
         if Feature.LEAST_LENGTH in features:
             state.forbid_early_end(logits, slots, batch.lengths, sampler.first)
@@ -255,7 +258,7 @@ class TorchStep:
         """The step kernel by kernel, on a GPU; with prefill filled up, so that few shapes of it have to be compiled."""
         plan = self.plan
         decodes, prefills = len(plan.decode_slots), len(plan.prefill_slots)
-        if (plan.prefill_flags & RowFlag.SCORE).any() or (prefills and Feature.PENALTIES in features):
+        if (plan.prefill_flags & RowFlag.SCORE).any():
             return self.choose(*self.forward())
         if not prefills:
             return self.engine.step(decode_sections(staging.decode_slots[:decodes]), 0, features)
@@ -279,25 +282,7 @@ class TorchStep:
 
     def choose(self, batch: Batch, logits: Tensor) -> Tensor:
         """The engine's, with the plan's flags and what its rows ask for."""
-        engine, plan = self.engine, self.plan
-        features = engine.features.of(plan.row_slots)
-        if Feature.PENALTIES in features and len(plan.prefill_slots):
-            self._recount(plan)
-        return engine.choose(batch, logits, samples(self.sections), features)
-
-    def _recount(self, plan: Plan) -> None:
-        """Counts the ids of the requests whose prefill ends here."""
-        engine, sections = self.engine, self.sections
-        starting = engine.features.asking(plan.prefill_slots, Feature.PENALTIES) & ((plan.prefill_flags & RowFlag.SAMPLE) != 0)
-        engine.penalties.recount(
-            sections["prefill_slots"],
-            sections["prefill_starts"] + sections["prefill_lengths"],
-            sections["prefill_flags"],
-            int((plan.prefill_starts + plan.prefill_lengths)[starting].sum()),
-            engine.token_ids,
-            engine.slots.page_table,
-            engine.page_size,
-        )
+        return self.engine.choose(batch, logits, samples(self.sections), self.engine.features.of(self.plan.row_slots))
 
 
 def _built(build: Callable[[], Decoder], dtype: torch.dtype, device: torch.device) -> Decoder:

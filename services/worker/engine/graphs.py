@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 COMMON = VARIANTS[:2]  # captured for every size of batch; the others, for fewer
 MIXED = VARIANTS[2]  # what steps with prefill can do
+MIXED_PENALTIES = VARIANTS[3]
 
 
 class Graphs:
@@ -44,6 +45,7 @@ class Graphs:
         rehearsed: what steps launch is compiled, but for some of it. All slots must be nobody's: steps are also run.
         """
         self.sizes, self._step, self._staging, self._rehearsed = sizes, step, staging, rehearsed
+        self._mixed_features = MIXED_PENALTIES if rehearsed else MIXED
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._decode_sizes = decode_sizes(slots)
         self._beside = {size: sizes_beside(size.tokens, slots) for size in sizes.captured}
@@ -66,7 +68,7 @@ class Graphs:
             for number, (size, rows) in enumerate(mixed):
                 progress("capturing steps", number / count)
                 staging.load_nobody(size.tokens)
-                self._mixed[size, rows] = self._capture(staging.sections(rows, size), size.tokens, MIXED, begun)
+                self._mixed[size, rows] = self._capture(staging.sections(rows, size), size.tokens, self._mixed_features, begun)
                 begun = True
             staging.load_nobody(0)
             for number, (rows, features) in enumerate(decodes, len(mixed)):
@@ -91,7 +93,7 @@ class Graphs:
             graph.replay()
             return result[:decodes]
         beside = self._beside.get(self._staging.filled)
-        if beside is None or features not in MIXED:
+        if beside is None or features not in self._mixed_features:
             return None
         rows = next(size for size in beside if size >= decodes)
         graph, result = self._mixed[self._staging.filled, rows]

@@ -3,15 +3,15 @@
 Which ids a slot's pages hold is kept beside their keys and values. So counts are made anew, from what is on the device, whenever a
 prefill ends: after a hit in the prefix cache, a preemption or a move as after the first, and nothing of it crosses a wire.
 
-S slots and one of nobody, L columns of logits: the vocabulary ids from `first` on, B rows, A admissions, P prefill rows.
+S slots and one of nobody, L columns of logits: the vocabulary ids from `first` on, B rows, A admissions.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.penalties import count, penalise
+from kernels.penalties import count, penalise, recount
 from services.worker.engine.slots import column_of, floats_of
-from shared.protocol.plan import MAX_BIASES, NO_TOKEN, RowFlag, SlotFlag
+from shared.protocol.plan import MAX_BIASES, NO_TOKEN, SlotFlag
 
 NO_BIAS = -1
 
@@ -45,22 +45,10 @@ class Penalties:
         self.bias_ids[slots.long(), indexes.long()] = ids
         self.bias_values[slots.long(), indexes.long()] = values.contiguous().view(torch.float32)
 
-    def recount(
-        self, slots: Tensor, ends: Tensor, flags: Tensor, total: int, token_ids: Tensor, page_table: Tensor, page_size: int
-    ) -> None:
-        """Counts what the pages of prefill rows hold, of those that are counted and yield a token; slots, ends, flags `[P]` int32.
-
-        ends: tokens in the pages; total: the sum of theirs. token_ids int32 by place in the cache, page_table `[S, pages]` int32.
-        """
-        slots, nobody = slots.long(), len(self.counts) - 1
-        wanted = ((flags & RowFlag.SAMPLE) != 0) & self.counted[slots]
-        self.counts.index_fill_(0, slots.where(wanted, nobody), 0)
-        lengths = ends.where(wanted, 0)
-        row = torch.repeat_interleave(lengths, output_size=total)
-        positions = torch.arange(total, device=slots.device) - (lengths.cumsum(0) - lengths)[row]
-        owners = slots[row]
-        places = page_table[owners, positions // page_size].long() * page_size + positions % page_size
-        count(self.counts, owners, token_ids[places], positions < self.prompt_length[owners], self._first)
+    def recount(self, slots: Tensor, lengths: Tensor, yields: Tensor, token_ids: Tensor, page_table: Tensor, page_size: int) -> None:
+        """Counts what the pages of prefill rows hold, of those that are counted and yield a token; see `kernels.penalties.recount`."""
+        own = self.counts, self.counted, slots, lengths, yields, self.prompt_length
+        recount(*own, token_ids, page_table, page_size, self._first)
 
     def apply(self, logits: Tensor, slots: Tensor) -> None:
         """Changes logits `[B, L]` in place; slots `[B]` int64."""
