@@ -19,13 +19,13 @@ from benchmarks.gateway import gateway
 from benchmarks.kernels import kernels
 from benchmarks.models import Cases
 from benchmarks.overhead import overhead
+from benchmarks.peers import PEERS
 from benchmarks.planning import planning
 from benchmarks.profile import profile
 from benchmarks.report import Report
 from benchmarks.served import Options
 from benchmarks.streaming import streaming
 from benchmarks.tiles import tiles
-from benchmarks.workload import SHAPES
 from kernels.launch import allow_pdl
 from services.scheduler.policy import POLICIES, PolicyName
 from shared.errors import ConfigError, LockstepError
@@ -34,7 +34,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 Out = Annotated[Path, typer.Option(help="Folder for the JSON and the plots.")]
 OUT = Path("build/benchmarks")
 Model = Annotated[list[str], typer.Option(help="A shape of benchmarks/shapes or a folder with a config.json; repeatable.")]
-MODELS = sorted(path.stem for path in SHAPES.glob("*.json"))
+MODELS = sorted(PEERS)  # those that others were measured with
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, typer.Option("--quick", help="One run of each line.")]
 Limit = Annotated[float, typer.Option(min=1, help="Seconds for each model, its start included; lines that do not fit are left out.")]

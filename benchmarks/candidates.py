@@ -10,6 +10,7 @@ from benchmarks.launches import DTYPE
 from benchmarks.workload import config_file
 from kernels.linear import Config
 from services.worker.engine.roofline import Shape
+from shared.errors import ConfigError
 
 MAX_SHARED_BYTES = 220 * 1024
 MULTIPROCESSORS = 132  # about: what a grid should fill, once to some times
@@ -48,13 +49,17 @@ class Join(NamedTuple):
     reader: Product
 
 
-def products(model: str) -> list[Product]:
-    """Of a decode step of a model, by the name of its shape. The head is left out: it reads so much that the library is fast."""
+def products(model: str, ranks: int = 1) -> list[Product]:
+    """Of a decode step of one of a model's ranks, by the name of its shape. The head is left out: it reads so much that the library is
+    fast. Raises ConfigError for a number of ranks that does not divide the model."""
     shape = _shape(model)
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.heads % ranks or shape.intermediate_size % ranks or max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks):
+        raise ConfigError(f"tensor-parallel-size: {ranks} ranks do not divide {model}")
+    q, kv = shape.heads // ranks * shape.head_dim, max(shape.kv_heads // ranks, 1) * shape.head_dim
     found = [Product(False, q + 2 * kv, shape.hidden_size), Product(False, shape.hidden_size, q)]
     if shape.experts == 1:
-        found += [Product(True, shape.intermediate_size, shape.hidden_size), Product(False, shape.hidden_size, shape.intermediate_size)]
+        intermediate = shape.intermediate_size // ranks
+        found += [Product(True, intermediate, shape.hidden_size), Product(False, shape.hidden_size, intermediate)]
     else:
         found.append(Product(False, shape.experts, shape.hidden_size))
     return found

@@ -16,10 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.candidates import products
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.launches import DTYPE, L2_BYTES, REPLAYS, Case, Launch, randn, time_launches
+from benchmarks.peers import PEERS
 from benchmarks.report import Report, Value
 from benchmarks.slot_cases import logprob_cases, penalty_cases, sampling_cases, state_cases
 from benchmarks.tune import Inputs, launches_of
-from benchmarks.workload import SHAPES
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
 from kernels.linear import Unscaled, begins_norm, gated_linear, linear, linear_add_norm
@@ -178,8 +178,7 @@ def layer_cases() -> Iterator[Case]:
 
 def product_cases() -> Iterator[Case]:
     """Of few rows, by the table or the library, beside the library alone. Work: the weights, read once."""
-    models = sorted(path.stem for path in SHAPES.glob("*.json"))
-    for each in dict.fromkeys(product for name in models for product in products(name)):
+    for each in dict.fromkeys(product for name in PEERS for product in products(name)):
         for rows in PRODUCT_ROWS:
             inputs = Inputs(each, rows)
             ours: list[Launch] = [partial(gated_linear if each.gated else linear, inputs.x, weight) for weight in inputs.weights]

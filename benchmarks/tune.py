@@ -154,18 +154,20 @@ class Compilers:
         return [self._pool.submit(compile_jobs, new[first::PROCESSES]) for first in range(min(PROCESSES, len(new)))]
 
 
-def tune(models: Sequence[str], rows: Sequence[int], limit_s: float, out: Path) -> Report:
+def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit_s: float, out: Path) -> Report:
     """Needs a GPU; what is not reached within the time stays as it is in the table of this GPU. Raises ConfigError without one.
+
+    ranks: the sizes of groups whose ranks' shapes are tuned; between ranks there is a sum before the norm, which no product can make then.
 
     The least rows first; after each number of them, what was found is in the table that `out` holds.
     """
     if not torch.cuda.is_available():
         raise ConfigError("products are tuned on a GPU, and none is here")
     deadline = time.monotonic() + limit_s
-    shapes = list(dict.fromkeys(each for model in models for each in products(model)))
+    shapes = list(dict.fromkeys(each for size in ranks for model in models for each in products(model, size)))
     tuned_table, path = copy.deepcopy(table(torch.device("cuda", 0))), out / file_name(torch.cuda.get_device_name())
     out.mkdir(parents=True, exist_ok=True)
-    norms = list(dict.fromkeys(join for model in models for join in joins(model)))
+    norms = list(dict.fromkeys(join for model in models for join in joins(model))) if 1 in ranks else []
     around: list[tuple[Around, Future[None]]] = []
     lines: list[Sequence[Value]] = []
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
