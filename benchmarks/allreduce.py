@@ -1,6 +1,7 @@
 """Sums over the GPUs of one host: ours, by way and size, against NCCL's in the same run, in CUDA graphs.
 
-A graph holds LAUNCHES sums one after the other, as a decode step does; the time of a replay, by their number, is what one takes.
+A graph holds LAUNCHES sums one after the other, as a decode step does; the time of a replay, by their number, is what one takes. All graphs
+of a size are replayed in turns, so that what changes with time (clocks, the other rank's host) is the same for all of them.
 """
 
 import multiprocessing
@@ -29,12 +30,13 @@ from services.worker.distributed.torch_group import ControlGroup, TorchCommunica
 from shared.errors import ConfigError, LockstepError
 from shared.process import die_with_parent
 
-SIZES = tuple(1 << power for power in range(11, 25))  # bytes
+POWERS = tuple(1 << power for power in range(11, 27))
+SIZES = tuple(sorted((*POWERS, 3 << 17, 5 << 19)))  # bytes: also a limit of WAYS, and 256 rows of HIDDEN
 HIDDEN = 5120  # of the lines with a norm: Qwen3-14B's and 32B's
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
 EPS = 1e-6
 LAUNCHES = 40  # of one graph
-REPLAYS = 60
+ROUNDS, REPLAYS = 6, 10  # of all graphs in turns, and of each of them in its turn
 DEADLINE_S = 300.0
 DTYPE = torch.bfloat16
 LIBRARIES = ("nccl", "pynccl")
@@ -111,19 +113,21 @@ def _measured(control: ControlGroup, device: torch.device, sizes: Sequence[int])
         ways: dict[str, Callable[[Tensor], Tensor]] = {name: group.all_reduce for name, group in libraries.items()}
         ways |= {way.value: partial(all_reduce, peers=peers, way=way) for way in Way if fits(x, way)}
         ways["ours"] = ours.all_reduce
-        sums[size] = {}
-        for name, launch in ways.items():
+        for launch in ways.values():
             check(launch(part(control.rank, control.size, x.numel(), DTYPE, device)), ours, size)
-            sums[size][name] = _time(control, partial(launch, x))
+        sums[size] = _times(control, {name: partial(launch, x) for name, launch in ways.items()})
     norms: dict[int, Times] = {}
     weight = torch.ones(HIDDEN, dtype=DTYPE, device=device)
     for rows in ROWS:
         x, residual = torch.zeros(2, rows, HIDDEN, dtype=DTYPE, device=device)
-        norms[rows] = {
-            name: _time(control, partial(_apart, group, x, residual, weight))
-            for name, group in (("nccl", libraries["nccl"]), ("ours", ours))
-        }
-        norms[rows]["fused"] = _time(control, partial(all_reduce_add_rms_norm, x, residual, weight, EPS, peers))
+        norms[rows] = _times(
+            control,
+            {
+                "nccl": partial(_apart, libraries["nccl"], x, residual, weight),
+                "ours": partial(_apart, ours, x, residual, weight),
+                "fused": partial(all_reduce_add_rms_norm, x, residual, weight, EPS, peers),
+            },
+        )
         norms[rows]["chosen"] = norms[rows]["fused" if norm_is_fused(x, control.size) else "ours"]
     return sums, norms
 
@@ -132,8 +136,24 @@ def _apart(group: Collectives, x: Tensor, residual: Tensor, weight: Tensor) -> T
     return add_rms_norm(group.all_reduce(x), residual, weight, EPS)
 
 
-def _time(control: ControlGroup, launch: Callable[[], object]) -> float:
-    """Microseconds of one launch, median over the replays of a graph of LAUNCHES."""
+def _times(control: ControlGroup, launches: dict[str, Callable[[], object]]) -> Times:
+    """Microseconds of one launch of each, median over the replays of its graph."""
+    graphs = {name: _captured(control, launch) for name, launch in launches.items()}
+    found: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            graph.replay()  # the ranks come together in it
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+            events[0].record()
+            for event in events[1:]:
+                graph.replay()
+                event.record()
+            torch.cuda.synchronize()
+            found[name] += [1e3 * float(one.elapsed_time(other)) / LAUNCHES for one, other in pairwise(events)]
+    return {name: median(times) for name, times in found.items()}
+
+
+def _captured(control: ControlGroup, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
     launch()  # compiles, and lets NCCL connect
     torch.cuda.synchronize()
     control.minimum(0)
@@ -144,32 +164,27 @@ def _time(control: ControlGroup, launch: Callable[[], object]) -> float:
     graph.replay()
     torch.cuda.synchronize()
     control.minimum(0)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return median(1e3 * float(one.elapsed_time(other)) / LAUNCHES for one, other in pairwise(events))
+    return graph
 
 
 def _sums_report(ranks: int, sums: dict[int, Times]) -> Report:
-    names = [*LIBRARIES, *(way.value for way in Way), "ours"]
+    ways = [way.value for way in Way]
+    names = [*LIBRARIES, *ways, "ours"]
     lines: list[Sequence[Value]] = []
     for size, times in sums.items():
         bus = 2 * (ranks - 1) / ranks * size / times["ours"] / 1e3
         lines.append((size / 1024, *(times.get(name) for name in names), times["ours"] / times["nccl"], bus))
-    kib = [size / 1024 for size in sums]
-    plotted = [Series(name, kib, [times[name] for times in sums.values()]) for name in ("nccl", "ours")]
+    measured = {name: {size / 1024: times[name] for size, times in sums.items() if name in times} for name in ("nccl", *ways)}
+    plotted = [Series(name, list(times), list(times.values())) for name, times in measured.items()]
     return Report(
         name="allreduce",
         columns=COLUMNS,
         rows=lines,
         notes=(
-            f"{ranks} ranks, {DTYPE}, graphs of {LAUNCHES} sums, median of {REPLAYS} replays; ours: as kernels.all_reduce.WAYS chooses",
+            f"{ranks} ranks, {DTYPE}, graphs of {LAUNCHES} sums, median of {ROUNDS * REPLAYS} replays in turns; ours: by `WAYS`",
             f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}; bus GB/s: of ours, what every rank sends at least, by its time",
         ),
-        plots=[Plot(f"all-reduce over {ranks} GPUs", "KiB", "us", plotted)],
+        plots=[Plot(f"all-reduce over {ranks} GPUs", "KiB", "us", plotted, logarithmic=True)],
         raw={"ranks": ranks, "us": {str(size): times for size, times in sums.items()}},
     )
 

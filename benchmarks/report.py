@@ -38,6 +38,7 @@ class Plot:
     x_label: str
     y_label: str
     series: Sequence[Series]
+    logarithmic: bool = False  # both axes
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,13 @@ def _draw(plot: Plot, path: Path) -> None:
     for series in plot.series:
         axes.plot(series.x, series.y, marker="o", label=series.label)
     axes.set(title=plot.title, xlabel=plot.x_label, ylabel=plot.y_label)
-    axes.set_ylim(bottom=0)
+    if plot.logarithmic:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
