@@ -37,6 +37,7 @@ def comparison(folders: Sequence[Path]) -> tuple[str, Report]:
     ]
     if any(len(each.x) != len(each.y) for each in series):
         raise ConfigError(f"{', '.join(map(str, folders))}: not all lines of decode.json have a peer")
+    series.append(Series("best peer", rows, [1.0] * len(rows)))
     plot = Plot("Decode: the best peer's time over ours", "rows", "times", series)
     return "\n\n".join(tables), Report("comparison", (), (), plots=(plot,))
 
