@@ -85,16 +85,20 @@ def candidates(each: Product, rows: int) -> list[Config]:
 
 
 def _vector_candidates(each: Product) -> Iterator[Config]:
-    """For one row: a share is one step, whose weights are in registers before the wait, or a few long steps."""
+    """For one row: a share's weights are all in registers before the wait, or its steps are long."""
     for columns, inner, splits, warps in product((2, 4, 8, 16, 32), (512, 1024, 2048, 4096), (1, 2, 3, 4, 5), (4, 8)):
         steps, remainder = divmod(each.size, inner * splits)
-        elements = columns * inner * (2 if each.gated else 1) // (32 * warps)  # of a thread, in registers
+        elements = columns * inner * (2 if each.gated else 1) // (32 * warps)  # of a thread and step
         programs = each.columns // columns * splits
-        full = 0.9 * _least_programs(each) <= programs <= 16 * MULTIPROCESSORS
-        if remainder == 0 and steps <= 40 and elements in ((32, 64) if each.is_small else (64, 128)) and full:
-            for stages in (1,) if steps == 1 else (3,) if steps < 8 else (3, 5):
-                if stages * DTYPE.itemsize * inner * (columns * (2 if each.gated else 1) + 1) <= MAX_SHARED_BYTES:
-                    yield Config(1, columns, inner, splits, warps, stages, 0)
+        if remainder or not 0.9 * _least_programs(each) <= programs <= 16 * MULTIPROCESSORS:
+            continue
+        # Where a step has 8 elements of x for each thread; with fewer, the weights would pass through shared memory to meet them.
+        if inner >= 8 * 32 * warps and 32 <= elements * steps <= (64 if each.is_small else 128):
+            yield Config(1, columns, inner, splits, warps, 1, 0)
+        for stages in (3, 5):
+            shared_bytes = stages * DTYPE.itemsize * inner * (columns * (2 if each.gated else 1) + 1)
+            if stages - 1 <= steps <= 40 and elements in (64, 128) and shared_bytes <= MAX_SHARED_BYTES:
+                yield Config(1, columns, inner, splits, warps, stages, 0)
 
 
 def _tile_candidates(each: Product, rows: int) -> Iterator[Config]:
@@ -130,4 +134,4 @@ def reading_ahead(each: Product, tuned: Config) -> list[Config]:
     """The same with weights asked for before the wait: up to a share's, and a quarter of that."""
     steps = each.size // tuned.inner_block // tuned.splits
     most = min(1 << (steps.bit_length() - 1), 16)  # Triton's blocks are powers of two
-    return [] if tuned.row_block == 1 and steps == 1 else [tuned._replace(prefetch=ahead) for ahead in {most, max(most // 4, 1)}]
+    return [] if tuned.row_block == 1 and tuned.stages == 1 else [tuned._replace(prefetch=ahead) for ahead in {most, max(most // 4, 1)}]

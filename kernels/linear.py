@@ -108,7 +108,7 @@ class Config(NamedTuple):
     inner_block: int
     splits: int  # shares of K
     warps: int
-    stages: int
+    stages: int  # of the loop over a share's steps; 1 for one row: the share's weights are all in registers before the wait
     prefetch: int  # steps of inner_block whose weights are asked for before the wait
     weights_first: int = 0  # 1: columns are the tall side of the tensor cores' product, rows the other
     reads_unscaled: int = 0  # 1: the norm before it is begun by the product before that
@@ -177,7 +177,7 @@ def _launch(
     partial = torch.empty(shares, dtype=torch.float32, device=x.device)
     even = size % (tuned.inner_block * tuned.splits) == 0 and columns % tuned.column_block == 0
     steps_ahead = tuned.prefetch if size * weight.element_size() % 16 == 0 else 0  # where the copy engine can address the rows
-    early = even and tuned.row_block == 1 and size == tuned.inner_block * tuned.splits
+    early = size // (tuned.inner_block * tuned.splits) if even and tuned.row_block == 1 and tuned.stages == 1 else 0
     residual, norm, squares = added or (None, None, None)
     _linear_kernel[(column_tiles, tuned.splits, row_tiles)](
         x, weight, bias, y, partial, counters(x.device), residual, norm, squares, read_squares,
@@ -199,8 +199,8 @@ def _linear_kernel(
 ):  # fmt: skip
     """ADD: of `linear_add_norm`. PARTS: of the squares of Unscaled rows, padded; 0: they are scaled.
 
-    EVEN: shares are whole steps and tiles full of columns, so that weights need no mask. EARLY: a share is one step of one row,
-    whose weights are in registers before the wait.
+    EVEN: shares are whole steps and tiles full of columns, so that weights need no mask. EARLY: steps of a share of one row, whose
+    weights are in registers before the wait; 0: none are.
     """
     column_tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -216,9 +216,11 @@ def _linear_kernel(
     end = tl.minimum(begin + steps * INNER, size)
     if EARLY:
         early_inner = begin + tl.arange(0, INNER)[None, :]
-        early_gate = tl.load(gate_ptr + early_inner)
-        if GATED:
-            early_up = tl.load(up_ptr + early_inner)
+        early_gate, early_up = (), ()
+        for step in tl.static_range(EARLY):
+            early_gate = early_gate + (tl.load(gate_ptr + early_inner + step * INNER),)  # type: ignore[assignment] # noqa: RUF005
+            if GATED:
+                early_up = early_up + (tl.load(up_ptr + early_inner + step * INNER),)  # type: ignore[assignment] # noqa: RUF005
     if ADD:
         residual = tl.load(residual_ptr + place, mask=inside, other=0.0)
         norm = tl.load(norm_ptr + column, mask=in_columns, other=0.0)
@@ -243,10 +245,13 @@ def _linear_kernel(
     total = tl.zeros([HEIGHT, WIDTH], tl.float32)
     total_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
     if EARLY:
-        x = tl.load(x_row_ptr + early_inner)
-        total = _add_product(total, x, early_gate, ROWS, WEIGHTS_FIRST)
-        if GATED:
-            total_up = _add_product(total_up, x, early_up, ROWS, WEIGHTS_FIRST)
+        xs = ()
+        for step in tl.static_range(EARLY):  # all ahead of the barriers that bring them to the threads of the weights
+            xs = xs + (tl.load(x_row_ptr + early_inner + step * INNER),)  # type: ignore[assignment] # noqa: RUF005
+        for step in tl.static_range(EARLY):
+            total = _add_product(total, xs[step], early_gate[step], ROWS, WEIGHTS_FIRST)
+            if GATED:
+                total_up = _add_product(total_up, xs[step], early_up[step], ROWS, WEIGHTS_FIRST)
     else:
         for start in tl.range(begin, end, INNER, num_stages=STAGES):
             inner = start + tl.arange(0, INNER)[None, :]
