@@ -121,7 +121,7 @@ class Loop:
         launched_us = time.monotonic_ns() // 1000
         words, step, left = self._plans.pop(number)
         if step is None:
-            plan = decode(words.data.cast("B"))
+            plan = decode(words.data.cast("B"), again=True)  # after the supervisor
             step, left = self._engine.begin(plan, words), plan.iterations
         flight = step.launch()
         self._flying.append(_Flying(number, launched_us, time.monotonic_ns() // 1000 - launched_us, flight))
