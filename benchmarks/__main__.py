@@ -1,6 +1,7 @@
 """`python -m benchmarks NAME`: everything that prints a figure."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,7 @@ from services.scheduler.policy import POLICIES, PolicyName
 from shared.errors import ConfigError, LockstepError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
-Out = Annotated[Path, typer.Option(help="Folder for the JSON and the plots.")]
+Out = Annotated[Path, typer.Option(help="Folder for the JSON, the plots, and the logs of what is started.")]
 OUT = Path("build/benchmarks")
 Model = Annotated[list[str], typer.Option(help="A shape of benchmarks/shapes or a folder with a config.json; repeatable.")]
 MODELS = sorted(PEERS)  # those that others were measured with
@@ -343,7 +344,7 @@ def _options(device: str, quick: bool, limit_s: float, worker: list[str]) -> Opt
 
 def _measure(names: list[str], cases: Cases, options: Options, out: Path) -> None:
     """Status 1 when something of it failed."""
-    reports, failures = models.measure_models(names, cases, options)
+    reports, failures = models.measure_models(names, cases, replace(options, logs=out / "logs"))
     for report in reports:
         _finish(report, out)
     for failure in failures:

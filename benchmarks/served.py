@@ -39,6 +39,7 @@ class Options:
     quick: bool = False  # fewer repeats
     limit_s: float = 480.0  # of one model, its start included; rows that do not fit are left out
     worker: dict[str, Any] = field(default_factory=dict)  # other settings of the worker
+    logs: Path | None = None  # where those of each model's processes stay, in a folder of its name
 
 
 @dataclass
@@ -198,8 +199,9 @@ def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         traces = Path(folder) / "traces" if several else None
-        with LLM(folder, **{"profile_folder": traces, **settings}) as llm:
-            name = model if source.stem == model else Path(model).name
+        name = model if source.stem == model else Path(model).name
+        logs = None if options.logs is None else options.logs / name
+        with LLM(folder, logs=logs, **{"profile_folder": traces, **settings}) as llm:
             gpus = int(options.worker.get("tensor_parallel_size", 1)) * int(options.worker.get("groups", 1))
             print(f"{name} started: {startup(llm)}", flush=True)
             yield Served(name, llm, Shape.from_config(config), ceilings.times(gpus), gpu, gpus, start + options.limit_s, traces)

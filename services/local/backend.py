@@ -33,10 +33,13 @@ class ServiceEnded(LockstepError):
 class Backend:
     """One worker for each group and a scheduler. All methods run on one event loop; `stop` is due also when `start` failed."""
 
-    def __init__(self, model: Path, groups: int, ranks: int, worker: Sequence[str]) -> None:
-        """ranks: of one group; worker: arguments of each worker, passed on as they are. Raises ConfigError for too few GPUs."""
+    def __init__(self, model: Path, groups: int, ranks: int, worker: Sequence[str], logs: Path | None = None) -> None:
+        """ranks: of one group; worker: arguments of each worker, passed on as they are; logs: where logs stay, None: they go with the
+        processes, unless one of them broke. Raises ConfigError for too few GPUs."""
         devices = _devices(groups, ranks, os.environ)
-        self.logs = Path(tempfile.mkdtemp(prefix="lockstep-offline-"))
+        self._keeps_logs = logs is not None
+        self.logs = logs or Path(tempfile.mkdtemp(prefix="lockstep-offline-"))
+        self.logs.mkdir(parents=True, exist_ok=True)
         self.admin_ports: dict[str, int] = {}  # by service: `scheduler`, and `worker` or with several groups `worker-0` ...
         self.groups: list[pb.WorkerGroup] = []  # as their workers describe them, once they are ready
         self._children: list[Child] = []
@@ -79,12 +82,12 @@ class Backend:
             task.cancel()
 
     async def stop(self) -> None:
-        """Ends all; their logs go too, unless one of them broke."""
+        """Ends all; their logs go too, unless they are kept or one of them broke."""
         for child in self._children:
             child.forward_from = logging.ERROR  # that others are gone is no news now
         for child in reversed(self._children):
             await child.stop(STOP_S, asyncio.Event())
-        if not self._broken:
+        if not self._keeps_logs and not self._broken:
             shutil.rmtree(self.logs)
 
     async def _start(self, child: Child) -> int:

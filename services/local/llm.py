@@ -82,12 +82,22 @@ class LLM:
     `generate` blocks; several threads that call it take turns. What breaks raises a LockstepError that says what to do.
     """
 
-    def __init__(self, model: str | Path, *, groups: int = 1, tensor_parallel_size: int = 1, progress: bool = True, **settings: Setting):
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        groups: int = 1,
+        tensor_parallel_size: int = 1,
+        progress: bool = True,
+        logs: str | Path | None = None,
+        **settings: Setting,
+    ) -> None:
         """Starts the model and returns when it can compute.
 
         model: a folder in Hugging Face's layout; without a tokenizer in it, prompts are ids. groups: copies of the model, each of
-        `tensor_parallel_size` ranks. progress: shows bars on a terminal, lines elsewhere. settings: the worker's, as
-        `python -m services.worker --help` lists them, with underscores. Raises ConfigError for what does not fit.
+        `tensor_parallel_size` ranks. progress: shows bars on a terminal, lines elsewhere. logs: a folder in which the processes' logs
+        stay; None: they are kept only when something breaks. settings: the worker's, as `python -m services.worker --help` lists them,
+        with underscores. Raises ConfigError for what does not fit.
         """
         if groups < 1:
             raise ConfigError(f"groups: at least 1, got {groups}")
@@ -97,7 +107,8 @@ class LLM:
             if value is not None:
                 arguments.append(f"--{name.replace('_', '-')}={str(value).lower() if isinstance(value, bool) else value}")
         with StartupProgress(self._console) as shown:
-            self._service = Service(Backend(Path(model), groups, tensor_parallel_size, arguments), shown)
+            folder = None if logs is None else Path(logs)
+            self._service = Service(Backend(Path(model), groups, tensor_parallel_size, arguments, folder), shown)
         self._finalizer = weakref.finalize(self, self._service.close)  # also when the interpreter ends
         self._turn = threading.Lock()
 

@@ -176,13 +176,16 @@ def test_a_refused_request_names_its_prompt_and_the_next_call_works(llm: LLM) ->
     assert len(llm.generate([[5]], Sampling(2, ignore_eos=True))[0].ids) == 2
 
 
-def test_a_folder_of_a_config_alone_computes_with_random_weights(tmp_path: Path) -> None:
+def test_a_folder_of_a_config_alone_computes_with_random_weights_and_logs_stay_where_they_are_wanted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
-    with LLM(tmp_path, load_format="random", threads=1, progress=False) as llm:
+    logs = tmp_path / "of" / "this run"
+    with LLM(tmp_path, load_format="random", threads=1, progress=False, logs=logs) as llm:
         (completion,) = llm.generate([[5, 6]], Sampling(4, ignore_eos=True))
         assert len(completion.ids) == 4
         with pytest.raises(ConfigError, match="give prompts as token ids"):
             llm.generate(["hello"])
+    assert "the weights are random" in (logs / "worker.log").read_text()
+    assert (logs / "scheduler.log").is_file()
 
 
 def test_several_groups_share_the_prompts(model: Path, script: Callable[..., Path]) -> None:
