@@ -38,8 +38,8 @@ LEAST_WORDS = 512  # of a program, while there are programs left: a 16-byte load
 # A mailbox: epochs int32 [BLOCKS]; signals int32 [2, phases, BLOCKS, LINE]; flagged words int64 [2, BLOCKS, ranks, WORDS];
 # chunks [2, BLOCKS, ranks, CHUNK_BYTES]. The twos are the alternating places.
 SIGNALS = tl.constexpr(1024)
-FLAGGED = tl.constexpr(32768)
-FLAGGED_BYTES = tl.constexpr(2 * 64 * 4096 * 8)  # for each rank
+FLAGGED = tl.constexpr(SIGNALS.value + 2 * 2 * BLOCKS.value * LINE_BYTES.value)
+FLAGGED_BYTES = tl.constexpr(2 * BLOCKS.value * WORDS.value * 8)  # for each rank
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
