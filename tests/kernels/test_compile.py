@@ -176,16 +176,19 @@ def biased_products(columns: int, size: int) -> None:
 
 
 def tuned_products(path: Path) -> None:
-    """Every configuration of a table."""
+    """Every configuration of a table, as it makes its part of a norm."""
     for operation, shapes in json.loads(path.read_text()).items():
         for shape, entries in shapes.items():
             columns, size = map(int, shape.split("x"))
             for rows, entry in filter(itemgetter(1), entries.items()):
-                x, tuned = zeros(int(rows), size), linear.Config(*entry)
-                if operation == "linear":
-                    linear.linear_triton(x, zeros(columns, size), None, tuned)
+                tuned, x, norm = linear.Config(*entry), zeros(int(rows), size), zeros(columns)
+                read = linear.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
+                if operation == "gated_linear":
+                    linear.gated_linear_triton(read, zeros(2 * columns, size), None, tuned)
+                elif tuned.reads_unscaled:
+                    linear.linear_triton(read, zeros(columns, size), None, tuned)
                 else:
-                    linear.gated_linear_triton(x, zeros(2 * columns, size), None, tuned)
+                    linear.linear_add_norm_triton(x, zeros(columns, size), None, zeros(int(rows), columns), norm, 1e-6, tuned)
 
 
 def fixed_products() -> None:
@@ -210,36 +213,35 @@ def samplers() -> None:
     sampling.sample_triton(logits, number, int32(4), number, number, zeros(4, dtype=torch.int64), int32(4))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    "operations, arguments",
-    [
-        (norms, ()),
-        (pointwise, ()),
-        (state, ()),
-        (rotations, ()),
-        (attention, (64, 14, 2)),
-        (attention, (96, 7, 1)),
-        (attention, (128, 40, 8)),
-        (attention, (256, 16, 8)),
-        (attention, (64, 4, 4, torch.float32)),
-        (mixture, (8,)),  # mean assignments of an expert up to 8, 32, 128 and above
-        (mixture, (64,)),
-        (mixture, (256,)),
-        (mixture, (1024,)),
-        (mixture, (8, True)),
-        (mixture, (8, False, torch.float32)),
-        (samplers, ()),
-        (sums, ()),
-        (logit_changes, ()),
-        (logprob_parts, ()),
-        (biased_products, (3072, 1024)),
-        (fixed_products, ()),
-        *((tuned_products, (path,)) for path in TABLES),
-    ],
-)
+OPERATIONS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+    (norms, ()),
+    (pointwise, ()),
+    (state, ()),
+    (rotations, ()),
+    (attention, (64, 14, 2)),
+    (attention, (96, 7, 1)),
+    (attention, (128, 40, 8)),
+    (attention, (256, 16, 8)),
+    (attention, (64, 4, 4, torch.float32)),
+    (mixture, (8,)),  # mean assignments of an expert up to 8, 32, 128 and above
+    (mixture, (64,)),
+    (mixture, (256,)),
+    (mixture, (1024,)),
+    (mixture, (8, True)),
+    (mixture, (8, False, torch.float32)),
+    (samplers, ()),
+    (sums, ()),
+    (logit_changes, ()),
+    (logprob_parts, ()),
+    (biased_products, (3072, 1024)),
+    (fixed_products, ()),
+]
+TUNED = [(90, tuned_products, (path,)) for path in TABLES]  # of GPUs of that generation, so far
+
+
+@pytest.mark.parametrize("capability, operations, arguments", [(each, *called) for each in (80, 90) for called in OPERATIONS] + TUNED)
 def test_compiles_within_registers_and_shared_memory(
-    operations: Callable[..., None], arguments: tuple[Any, ...], capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capability: int, operations: Callable[..., None], arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     noted: list[Launch] = []
 
