@@ -16,7 +16,7 @@ from shared.errors import LockstepError
 
 logger = logging.getLogger(__name__)
 
-SIZES = (1 << 12, 1 << 18, 1 << 20, 1 << 24)  # bytes, from latency to bandwidth: every way that peer memory has
+SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 24)  # bytes, from latency to bandwidth: every way that peer memory has
 CPU_SIZES = (1 << 12, 1 << 16, 1 << 20)
 REPEATS, CPU_REPEATS = 10, 2
 VALUES = 64  # that the numbers go round in: bfloat16 has all of them exactly

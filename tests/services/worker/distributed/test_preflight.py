@@ -9,8 +9,9 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from kernels.all_reduce import MAX_RANKS, WAYS, way_of
 from services.worker.distributed.communicator import SingleCommunicator
-from services.worker.distributed.preflight import WrongSum, check, part, preflight
+from services.worker.distributed.preflight import SIZES, WrongSum, check, part, preflight
 from services.worker.distributed.sums import TESTING, Sums, SumTime, hints
 from services.worker.engine.interface import Facts, Memory
 from services.worker.messages import Loading, Ready, decode, encode
@@ -54,6 +55,12 @@ class Late(Wire):
     def spoil(self, total: Tensor) -> Tensor:
         total[-1] = torch.nan
         return total
+
+
+@pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))
+def test_every_way_that_ranks_take_is_tested(ranks: int) -> None:
+    tested = {way_of(torch.empty(size // 2, dtype=torch.bfloat16), ranks) for size in SIZES}
+    assert tested >= {way for _, way in next(WAYS[known] for known in sorted(WAYS) if known >= ranks)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
