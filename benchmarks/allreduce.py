@@ -72,7 +72,7 @@ def allreduce(ranks: int, sizes: Sequence[int] = SIZES) -> list[Report]:
                 process.kill()
                 process.join()
     sums, norms = answers[0]
-    return [_sums_report(ranks, sums), _norms_report(ranks, norms)]
+    return [sums_report(ranks, sums), _norms_report(ranks, norms)]
 
 
 def _answer(rank: int, link: Connection) -> tuple[dict[int, Times], dict[int, Times]]:
@@ -167,7 +167,8 @@ def _captured(control: ControlGroup, launch: Callable[[], object]) -> torch.cuda
     return graph
 
 
-def _sums_report(ranks: int, sums: dict[int, Times]) -> Report:
+def sums_report(ranks: int, sums: dict[int, Times]) -> Report:
+    """sums: by bytes."""
     ways = [way.value for way in Way]
     names = [*LIBRARIES, *ways, "ours"]
     lines: list[Sequence[Value]] = []
