@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.allreduce import sums_report, allreduce
+from benchmarks.allreduce import allreduce, sums_report
 from shared.errors import ConfigError
 
 
