@@ -10,6 +10,8 @@ import triton.language as tl
 from kernels.noise import gumbel_block
 from kernels.search import BLOCK, find_cut, gather, kth_largest_bound, logit_of, order_key, write_hits
 
+GATHERED_RUNS = tl.constexpr(64)  # at a time, by a program that leaves a row with more than there is room for to others
+
 
 @triton.jit
 def is_filtered(top_k, top_p, min_p, columns):
@@ -26,6 +28,50 @@ def choose_filtered(
     maxima_ptr: the largest logit of each run of RUN columns; mass: of the row, relative to its largest logit, which is finite.
     hits_ptr, ids_ptr and gathered_ptr: room for a number a run, ROOM ids and ROOM logits.
     """
+    top_k, fails, holds, hits = _bounds(maxima_ptr, hits_ptr, largest, mass, temperature, top_k, top_p, min_p, columns, runs, RUNS_BLOCK)
+    found = gather(row_ptr, hits_ptr, hits, ids_ptr, gathered_ptr, tl.full([], 0, tl.int32), fails, holds, columns, RUN, ROOM)
+    if found <= ROOM:
+        winner = _choose(
+            gathered_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, found, hits, found, fails, holds, largest, mass, temperature,
+            top_k, top_p, min_p, seed, position, first, columns, True, RUN, ROOM,
+        )  # fmt: skip
+    else:
+        winner = _choose(
+            row_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, columns, hits, found, fails, holds, largest, mass, temperature,
+            top_k, top_p, min_p, seed, position, first, columns, False, RUN, ROOM,
+        )  # fmt: skip
+    return winner
+
+
+@triton.jit
+def choose_gathered(
+    row_ptr, maxima_ptr, hits_ptr, ids_ptr, gathered_ptr, largest, mass, temperature, top_k, top_p, min_p, seed, position,
+    first, columns, runs, RUN: tl.constexpr, RUNS_BLOCK: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """As `choose_filtered`, of a row that has no more than fits; of others the number that it returns first is above ROOM.
+
+    Returns that number, the winner, and what bounds the search: top_k, `fails` and `holds`.
+    """
+    top_k, fails, holds, hits = _bounds(maxima_ptr, hits_ptr, largest, mass, temperature, top_k, top_p, min_p, columns, runs, RUNS_BLOCK)
+    found = tl.full([], 0, tl.int32)
+    for begin in tl.range(0, hits, GATHERED_RUNS):
+        if found <= ROOM:
+            count = tl.minimum(hits - begin, GATHERED_RUNS)
+            found = gather(row_ptr, hits_ptr + begin, count, ids_ptr, gathered_ptr, found, fails, holds, columns, RUN, ROOM)
+    winner = tl.full([], 0, tl.int32)
+    if found <= ROOM:
+        winner = _choose(
+            gathered_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, found, hits, found, fails, holds, largest, mass, temperature,
+            top_k, top_p, min_p, seed, position, first, columns, True, RUN, ROOM,
+        )  # fmt: skip
+    return found, winner, top_k, fails, holds
+
+
+@triton.jit
+def _bounds(
+    maxima_ptr, hits_ptr, largest, mass, temperature, top_k, top_p, min_p, columns, runs, RUNS_BLOCK: tl.constexpr
+):  # fmt: skip
+    """The number of ids that top_k keeps, keys that nothing kept is at or below and above, and how many runs reach the first."""
     top_k = tl.where(top_k > 0, tl.minimum(top_k, columns), columns)
     run = tl.arange(0, RUNS_BLOCK)
     maxima = tl.load(maxima_ptr + run, mask=run < runs, other=float("-inf"))
@@ -40,18 +86,7 @@ def choose_filtered(
     holds = order_key(largest).to(tl.int64)
 
     hits = write_hits(hits_ptr, run, (maxima >= low) & (run < runs))
-    found = gather(row_ptr, hits_ptr, hits, ids_ptr, gathered_ptr, tl.full([], 0, tl.int32), fails, holds, columns, RUN, ROOM)
-    if found <= ROOM:
-        winner = _choose(
-            gathered_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, found, hits, found, fails, holds, largest, mass, temperature,
-            top_k, top_p, min_p, seed, position, first, columns, True, RUN, ROOM,
-        )  # fmt: skip
-    else:
-        winner = _choose(
-            row_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, columns, hits, found, fails, holds, largest, mass, temperature,
-            top_k, top_p, min_p, seed, position, first, columns, False, RUN, ROOM,
-        )  # fmt: skip
-    return winner
+    return top_k, fails, holds, hits
 
 
 @triton.jit

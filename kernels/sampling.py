@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.filters import choose_filtered, is_filtered
+from kernels.filters import choose_filtered, choose_gathered, is_filtered
+from kernels.flat_rows import FLAG, FLOATS, LIST, PLAN, SETTLED, plan_flat_row, settle_flat_rows
 from kernels.launch import cdiv, next_power_of_2, pdl_options
 from kernels.noise import gumbel, gumbel_block
 from kernels.search import ROOM, WARPS
@@ -18,6 +19,7 @@ GREEDY_BELOW = tl.constexpr(1e-5)  # temperature under which a row is greedy: di
 FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN
 TILE = 1024  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
 RUN = 128  # columns of which the first pass keeps a maximum
+SHARED_ROWS = False  # whether rows of flat logits are shared among programs: see `kernels.flat_rows`
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -112,8 +114,9 @@ def sample_triton(
     positions: Tensor,
     first: int = 0,
     slots: Tensor | None = None,
+    shared: bool = SHARED_ROWS,
 ) -> Tensor:
-    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first, slots)
+    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first, slots, shared)
 
 
 def _launch(
@@ -126,6 +129,7 @@ def _launch(
     positions: Tensor | None,
     first: int,
     slots: Tensor | None,
+    shared: bool = False,
 ) -> Tensor:
     (rows, columns), device = logits.shape, logits.device
     ids = torch.empty(rows, dtype=torch.int32, device=device)
@@ -139,16 +143,22 @@ def _launch(
     hits = torch.empty(rows, runs, dtype=torch.int32, device=device)
     gathered = torch.empty(rows, ROOM if random else 0, dtype=torch.float32, device=device)
     gathered_ids = torch.empty_like(gathered, dtype=torch.int32)
+    plan = torch.empty(rows, PLAN if shared else 0, dtype=torch.int64, device=device)
+    floats = torch.empty(rows, FLOATS if shared else 0, dtype=torch.float32, device=device)
+    listed = torch.empty(rows if shared else 0, dtype=torch.int32, device=device)
     parameters = (temperature, top_k, top_p, min_p, seeds, positions, slots)
     _scan_kernel[(tiles, rows)](
         logits, scores, masses, winners, maxima, *parameters, first, columns, logits.stride(0), tiles, random, slots is not None,
         TILE, RUN, num_warps=4, **pdl_options(device),
     )  # fmt: skip
     _choose_kernel[(rows,)](
-        logits, scores, masses, winners, maxima, hits, gathered_ids, gathered, ids, *parameters,
+        logits, scores, masses, winners, maxima, hits, gathered_ids, gathered, ids, plan, floats, listed, *parameters,
         first, columns, logits.stride(0), tiles, runs, random, slots is not None, next_power_of_2(tiles), RUN,
-        next_power_of_2(runs), ROOM, num_warps=WARPS if random else 4, **pdl_options(device),
+        next_power_of_2(runs), ROOM, shared, LIST, PLAN, FLOATS, num_warps=WARPS if random else 4, **pdl_options(device),
     )  # fmt: skip
+    if shared:
+        scratch, search = (maxima, hits, gathered_ids, gathered), (runs, RUN, next_power_of_2(runs), ROOM)
+        settle_flat_rows(logits, ids, plan, floats, listed, scratch, parameters, first, search)
     return ids
 
 
@@ -190,9 +200,10 @@ def _scan_kernel(
 @triton.jit
 def _choose_kernel(
     logits_ptr, scores_ptr, masses_ptr, winners_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr, gathered_ptr, ids_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr,
+    plan_ptr, floats_ptr, listed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr,
     first, columns, row_stride, tiles, runs, RANDOM: tl.constexpr, BY_SLOT: tl.constexpr, TILES_BLOCK: tl.constexpr, RUN: tl.constexpr,
-    RUNS_BLOCK: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
+    RUNS_BLOCK: tl.constexpr, ROOM: tl.constexpr, SHARED_ROWS: tl.constexpr, LIST: tl.constexpr, PLAN: tl.constexpr, FLOATS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's tiles; for filtered rows, of what the filters keep."""
     row = tl.program_id(0).to(tl.int64)
@@ -205,6 +216,8 @@ def _choose_kernel(
     failed = tl.min(winners, axis=0) < 0
     largest, best_tile = tl.max(scores, axis=0, return_indices=True)
     winner = tl.sum(tl.where(tile == best_tile, winners, 0), axis=0)
+    if SHARED_ROWS:
+        tl.store(plan_ptr + row * PLAN + FLAG, SETTLED)
     if RANDOM:
         slot = tl.load(slots_ptr + row) if BY_SLOT else row
         temperature = tl.load(temperature_ptr + slot)
@@ -213,9 +226,24 @@ def _choose_kernel(
         if (temperature >= GREEDY_BELOW) & is_filtered(top_k, top_p, min_p, columns) & finite:
             masses = tl.load(masses_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
             mass = tl.sum(masses * tl.exp((scores - largest) / temperature), axis=0)
-            winner = choose_filtered(
-                logits_ptr + row * row_stride, maxima_ptr + row * runs, hits_ptr + row * runs,
-                gathered_ids_ptr + row * ROOM, gathered_ptr + row * ROOM, largest, mass, temperature, top_k, top_p, min_p,
-                tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), first, columns, runs, RUN, RUNS_BLOCK, ROOM,
-            )  # fmt: skip
+            row_ptr, seed, position = logits_ptr + row * row_stride, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+            maxima_ptr += row * runs
+            hits_ptr += row * runs
+            gathered_ids_ptr += row * ROOM
+            gathered_ptr += row * ROOM
+            if SHARED_ROWS:
+                found, winner, top_k, fails, holds = choose_gathered(
+                    row_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr, gathered_ptr, largest, mass, temperature, top_k, top_p, min_p,
+                    seed, position, first, columns, runs, RUN, RUNS_BLOCK, ROOM,
+                )  # fmt: skip
+                if (found > ROOM) & (failed == 0):
+                    plan_flat_row(
+                        plan_ptr + row * PLAN, floats_ptr + row * FLOATS, listed_ptr + row, row_ptr, fails, holds, largest, mass,
+                        temperature, top_k, top_p, columns, LIST,
+                    )  # fmt: skip
+            else:
+                winner = choose_filtered(
+                    row_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr, gathered_ptr, largest, mass, temperature, top_k, top_p, min_p,
+                    seed, position, first, columns, runs, RUN, RUNS_BLOCK, ROOM,
+                )  # fmt: skip
     tl.store(ids_ptr + row, tl.where(failed, FAILED, first + winner))

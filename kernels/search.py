@@ -108,8 +108,8 @@ def _narrow(
     if GATHERED:
         base, base_mass = above, mass_above
     while (holds - fails > 1) & (inside > room):
-        pivots = _pivots(fails, holds)
-        counts, masses = _above(logits_ptr, count, pivots, largest, temperature, 1 if GATHERED else 3)
+        pivots = even_pivots(fails, holds)
+        counts, masses = above_pivots(logits_ptr, count, pivots, largest, temperature, 1 if GATHERED else 3)
         counts += base
         masses += base_mass
         failed = ((counts >= top_k) | (masses >= limit)) & (pivots < holds)
@@ -125,7 +125,7 @@ def _narrow(
 
 
 @triton.jit
-def _pivots(fails, holds):
+def even_pivots(fails, holds):
     """PIVOTS keys above fails and up to holds, ascending: at even steps of the logit or, where these would take long, of the key."""
     number = tl.arange(0, PIVOTS) + 1
     low, high = logit_of(fails), logit_of(holds)
@@ -136,7 +136,7 @@ def _pivots(fails, holds):
 
 
 @triton.jit
-def _above(logits_ptr, count, pivots, largest, temperature, STAGES: tl.constexpr):
+def above_pivots(logits_ptr, count, pivots, largest, temperature, STAGES: tl.constexpr):
     """For each of the pivots, how many logits have a greater key, and their mass relative to the largest."""
     above = tl.zeros([PIVOTS, LANES], tl.int32)
     mass_above = tl.zeros([PIVOTS, LANES], tl.float32)

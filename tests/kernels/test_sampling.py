@@ -10,7 +10,12 @@ from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU, generator, implem
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # NumPy, in the interpreter
 
-SAMPLERS = implementations(sample_torch, sample_triton)
+
+def sample_shared(*arguments):
+    return sample_triton(*arguments, shared=True)
+
+
+SAMPLERS = [*implementations(sample_torch, sample_triton), *([sample_shared] if INTERPRETED or ON_GPU else [])]
 INFINITY = torch.inf
 Settings = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
