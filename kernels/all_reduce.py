@@ -1,16 +1,18 @@
 """Sums over the GPUs of one host through each other's memory, alone or fused with the residual addition and RMSNorm that follow.
 
 Every rank has a mailbox that all others can write to. A launch writes this rank's numbers into the others' mailboxes and adds up what
-came into its own, in the order of the ranks, in float32: all ranks get the same bits. Three ways:
+came into its own, in the order of the ranks, in float32: all ranks get the same bits. Four ways:
 
     flagged    every 4 bytes travel in one store with the number of the launch, and are polled for: nothing is waited for but the
                numbers themselves. Twice the bytes, for small messages.
     one-shot   everything to everyone, then one signal: released when the writes can be seen, acquired before they are read.
     two-shot   each rank adds up a share and passes the sum on: fewer bytes from four ranks on, a second signal.
+    streamed   one-shot in pieces, an epoch each: one travels while the one before it is added up. For messages of any size.
 
 A launch's programs never wait for each other, only program b for program b of the other ranks. Each counts its own launches, its
 epochs, in its mailbox, so that a captured launch counts on when it is replayed. What program b writes to alternates between two places:
-a peer comes to epoch e + 2 only after it has heard of our epoch e + 1, which we begin after everything of epoch e was read.
+a peer comes to epoch e + 2 only after it has heard of our epoch e + 1, which we begin after everything of epoch e was read. Pieces go
+to four places in turn: a peer writes piece n after it has heard of our piece n - 2, which we tell of after piece n - 3 was read.
 
 All ranks make the same launches in the same order, on one stream each. W words of 4 bytes, T tokens, D hidden size.
 """
@@ -31,15 +33,22 @@ BLOCKS = tl.constexpr(64)  # programs of a launch at most: all of them run at a 
 LINE_BYTES = tl.constexpr(64)  # of signals: a word for each rank
 WORDS = tl.constexpr(4096)  # that a program sends flagged
 CHUNK_BYTES = tl.constexpr(1 << 18)  # that a program sends otherwise
+PIECE_BYTES = tl.constexpr(1 << 15)  # at most, of a streamed message
+PIECES = 4  # of a program, while they are not smaller than a tile
 TILE = 4096  # elements that a program has in flight
 ALIGNED = 64  # elements of a share of the two-shot way: whole 16-byte accesses
 LEAST_WORDS = 512  # of a program, while there are programs left: a 16-byte load for each thread of 4 warps
 
-# A mailbox: epochs int32 [BLOCKS]; signals int32 [2, phases, BLOCKS, LINE]; flagged words int64 [2, BLOCKS, ranks, WORDS];
-# chunks [2, BLOCKS, ranks, CHUNK_BYTES]. The twos are the alternating places.
+# A mailbox: epochs int32 [BLOCKS]; signals int32 [2, phases, BLOCKS, LINE], those of pieces int32 [4, BLOCKS, LINE]; flagged words
+# int64 [2, BLOCKS, ranks, WORDS]; chunks [2, BLOCKS, ranks, CHUNK_BYTES]; pieces [4, BLOCKS, ranks, PIECE_BYTES]. The twos and fours
+# are the alternating places.
 SIGNALS = tl.constexpr(1024)
-FLAGGED = tl.constexpr(SIGNALS.value + 2 * 2 * BLOCKS.value * LINE_BYTES.value)
-FLAGGED_BYTES = tl.constexpr(2 * BLOCKS.value * WORDS.value * 8)  # for each rank
+PIECE_SIGNALS = tl.constexpr(SIGNALS.value + 2 * 2 * BLOCKS.value * LINE_BYTES.value)
+FLAGGED = tl.constexpr(PIECE_SIGNALS.value + 4 * BLOCKS.value * LINE_BYTES.value)
+FLAGGED_BYTES = tl.constexpr(2 * BLOCKS.value * WORDS.value * 8)  # for each rank, as are the next two
+CHUNKS_BYTES = tl.constexpr(2 * BLOCKS.value * CHUNK_BYTES.value)
+PIECES_BYTES = tl.constexpr(4 * BLOCKS.value * PIECE_BYTES.value)
+MAX_ELEMENTS = 1 << 30  # of a streamed message: places in it are int32
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -47,6 +56,7 @@ class Way(Enum):
     FLAGGED = "flagged"
     ONE_SHOT = "one-shot"
     TWO_SHOT = "two-shot"
+    STREAMED = "streamed"
 
 
 # By ranks: messages up to so many bytes go in which way; larger ones are for the library. `python -m benchmarks allreduce` tells what
@@ -75,12 +85,14 @@ def mailbox_bytes(size: int) -> int:
     """Of each of `size` ranks. Raises ValueError for more than MAX_RANKS."""
     if size > MAX_RANKS:
         raise ValueError(f"at most {MAX_RANKS} ranks share memory, got {size}")
-    return int(FLAGGED.value + size * (FLAGGED_BYTES.value + 2 * BLOCKS.value * CHUNK_BYTES.value))
+    return int(FLAGGED.value + size * (FLAGGED_BYTES.value + CHUNKS_BYTES.value + PIECES_BYTES.value))
 
 
 def fits(x: Tensor, way: Way) -> bool:
     """Whether a mailbox can take x: contiguous, of a dtype that is added up here, whole words, and not too large."""
     limit = BLOCKS.value * (4 * WORDS.value if way is Way.FLAGGED else CHUNK_BYTES.value)
+    if way is Way.STREAMED:
+        limit = MAX_ELEMENTS * x.element_size()
     return x.dtype in TRITON_DTYPES and x.is_contiguous() and x.data_ptr() % 16 == 0 and x.nbytes % 4 == 0 and 0 < x.nbytes <= limit
 
 
@@ -127,6 +139,14 @@ def all_reduce(x: Tensor, peers: Peers, way: Way) -> Tensor:
         chunk = triton.cdiv(triton.cdiv(count, blocks), ALIGNED) * ALIGNED
         _one_shot_kernel[(blocks,)](
             x, peers.addresses, count, chunk, peers.rank, peers.size, TILE, num_warps=16, **pdl_options(x.device)
+        )  # fmt: skip
+    elif way is Way.STREAMED:
+        count = x.numel()
+        blocks = min(BLOCKS.value, triton.cdiv(count, TILE))
+        chunk = triton.cdiv(triton.cdiv(count, blocks), ALIGNED) * ALIGNED
+        piece = min(triton.cdiv(triton.cdiv(chunk, PIECES), TILE) * TILE, PIECE_BYTES.value // x.element_size())
+        _streamed_kernel[(blocks,)](
+            x, peers.addresses, count, chunk, piece, peers.rank, peers.size, TILE, num_warps=16, **pdl_options(x.device)
         )  # fmt: skip
     else:
         count = x.numel()
@@ -310,17 +330,77 @@ def _two_shot_kernel(
 
 
 @triton.jit
-def _meet(addresses_ptr, mailbox, block, epoch, phase: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Tells the peers that what was written to them is there, and waits until they have told the same.
+def _streamed_kernel(
+    x_ptr, addresses_ptr, count, chunk, piece, RANK: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    block, offset = tl.program_id(0), tl.arange(0, TILE)
+    first = block * chunk
+    size = tl.minimum(count - first, chunk)
+    mailbox = tl.load(addresses_ptr + RANK)
+    epoch_ptr = mailbox.to(tl.pointer_type(tl.int32)) + block
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    epoch = tl.load(epoch_ptr) + 1  # of the first piece
+    pieces = tl.maximum(tl.cdiv(size, piece), 0)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    for number in range(pieces + 1):
+        if number < pieces:
+            own_ptr = x_ptr + first + number * piece
+            length = tl.minimum(size - number * piece, piece)
+            slot = _pieces(block, epoch + number, SIZE)
+            for start in range(0, length, TILE):
+                element = start + offset
+                x = tl.load(own_ptr + element, mask=element < length)
+                for peer in tl.static_range(SIZE):
+                    if peer != RANK:
+                        inbox_ptr = _mailbox_ptr(tl.load(addresses_ptr + peer), slot + RANK * PIECE_BYTES, DTYPE)
+                        tl.store(inbox_ptr + element, x, mask=element < length)
+        if number > 0:  # the one before, while this one travels
+            before = number - 1
+            own_ptr = x_ptr + first + before * piece
+            length = tl.minimum(size - before * piece, piece)
+            slot = _pieces(block, epoch + before, SIZE)
+            _hear(mailbox, _piece_line(block, epoch + before), epoch + before, RANK, SIZE)
+            for start in range(0, length, TILE):
+                element = start + offset
+                total = tl.zeros([TILE], tl.float32)
+                for source in tl.static_range(SIZE):
+                    part_ptr = own_ptr
+                    if source != RANK:
+                        part_ptr = _mailbox_ptr(mailbox, slot + source * PIECE_BYTES, DTYPE)
+                    total += tl.load(part_ptr + element, mask=element < length, other=0.0, cache_modifier=".cg").to(tl.float32)
+                tl.store(own_ptr + element, total.to(DTYPE), mask=element < length)
+        if number < pieces:
+            _tell(addresses_ptr, _piece_line(block, epoch + number), epoch + number, RANK, SIZE)
+    tl.store(epoch_ptr, epoch + pieces - 1)
 
-    A signal is the epoch itself, at alternating places: a peer that is an epoch ahead does not overwrite the one that we wait for,
-    and the comparison for equality holds when the count goes round.
-    """
+
+@triton.jit
+def _meet(addresses_ptr, mailbox, block, epoch, phase: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Tells the peers that what was written to them is there, and waits until they have told the same."""
     line = SIGNALS + ((((epoch & 1) * 2 + phase) * BLOCKS + block) * LINE_BYTES).to(tl.int64)
+    _tell(addresses_ptr, line, epoch, RANK, SIZE)
+    _hear(mailbox, line, epoch, RANK, SIZE)
+
+
+@triton.jit
+def _piece_line(block, epoch):
+    return PIECE_SIGNALS + (((epoch & 3) * BLOCKS + block) * LINE_BYTES).to(tl.int64)
+
+
+@triton.jit
+def _tell(addresses_ptr, line, epoch, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """A signal is the epoch itself, at alternating places: a peer that is ahead does not overwrite the one that we wait for, and the
+    comparison for equality holds when the count goes round."""
     tl.debug_barrier()  # the writes of all threads come before the one thread's release
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             tl.atomic_xchg(_mailbox_ptr(tl.load(addresses_ptr + peer), line, tl.int32) + RANK, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _hear(mailbox, line, epoch, RANK: tl.constexpr, SIZE: tl.constexpr):
     for source in tl.static_range(SIZE):
         if source != RANK:
             signal_ptr = _mailbox_ptr(mailbox, line, tl.int32) + source
@@ -340,6 +420,12 @@ def _mailbox_ptr(mailbox, offset, DTYPE: tl.constexpr):
 def _chunks(block, epoch, SIZE: tl.constexpr):
     """Bytes from a mailbox's beginning to the chunks of a program in an epoch, `[SIZE, CHUNK_BYTES]`."""
     return FLAGGED + SIZE * FLAGGED_BYTES + ((epoch & 1) * BLOCKS + block).to(tl.int64) * (SIZE * CHUNK_BYTES)
+
+
+@triton.jit
+def _pieces(block, epoch, SIZE: tl.constexpr):
+    """The same to a program's piece of an epoch, `[SIZE, PIECE_BYTES]`."""
+    return FLAGGED + SIZE * (FLAGGED_BYTES + CHUNKS_BYTES) + ((epoch & 3) * BLOCKS + block).to(tl.int64) * (SIZE * PIECE_BYTES)
 
 
 @triton.jit
