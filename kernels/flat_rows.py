@@ -47,7 +47,7 @@ def _estimate(row_ptr, fails, holds, largest, temperature, top_p, columns, LIST:
     """Keys around where the sample's top-p ends, as far apart as LIST / 2 ids of the row should be."""
     every = columns // SAMPLES
     size = tl.minimum(every, BLOCK)
-    none = tl.full([PIVOTS], -(2**31), tl.int64)
+    none = order_key(tl.full([PIVOTS], float("-inf"), tl.float32)).to(tl.int64)
     _, masses = _above_in_sample(row_ptr, none, every, size, largest, temperature)
     limit = top_p * tl.max(masses, axis=0)
     low, high = fails, holds

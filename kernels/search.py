@@ -12,6 +12,7 @@ ROOM = 2048  # for the gathered columns of a row
 WARPS = 16  # of the program: one number for all batches, since the order of sums hangs on it
 LANES = tl.constexpr(32 * WARPS)
 WIDTH = tl.constexpr(4)  # columns of a thread
+LOG2_E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(32 * WARPS * 4)
 
 
@@ -140,11 +141,13 @@ def above_pivots(logits_ptr, count, pivots, largest, temperature, STAGES: tl.con
     """For each of the pivots, how many logits have a greater key, and their mass relative to the largest."""
     above = tl.zeros([PIVOTS, LANES], tl.int32)
     mass_above = tl.zeros([PIVOTS, LANES], tl.float32)
+    limits = logit_of(pivots)[:, None, None]
+    factor = LOG2_E / temperature
     place = tl.arange(0, WIDTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]  # what a thread adds up first is its own
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         index = start + place
         logits = tl.load(logits_ptr + index, mask=index < count, other=float("-inf")).to(tl.float32)
-        is_above = order_key(logits)[None, :, :] > pivots[:, None, None]
+        is_above = logits[None, :, :] > limits
         above += tl.sum(is_above.to(tl.int32), axis=1)
-        mass_above += tl.sum(tl.where(is_above, tl.exp((logits - largest) / temperature)[None, :, :], 0.0), axis=1)
+        mass_above += tl.sum(tl.where(is_above, tl.exp2((logits - largest) * factor)[None, :, :], 0.0), axis=1)
     return tl.sum(above, axis=1), tl.sum(mass_above, axis=1)
