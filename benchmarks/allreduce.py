@@ -31,7 +31,7 @@ from shared.errors import ConfigError, LockstepError
 from shared.process import die_with_parent
 
 POWERS = tuple(1 << power for power in range(11, 27))
-SIZES = tuple(sorted((*POWERS, 3 << 17, 5 << 19)))  # bytes: also a limit of WAYS, and 256 rows of HIDDEN
+SIZES = tuple(sorted((*POWERS, 3 << 17, 5 << 19, 5 << 25)))  # bytes: also a limit of WAYS, and 256 and 16,384 rows of HIDDEN
 HIDDEN = 5120  # of the lines with a norm: Qwen3-14B's and 32B's
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
 EPS = 1e-6
