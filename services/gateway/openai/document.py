@@ -116,7 +116,8 @@ def _operation(operation: Operation) -> JSON:
         name = operation.event.__name__
         told = f"With `stream`: events of one line, `data: ` and a {name}. The last is `data: [DONE]` or, after a fault, an ErrorAnswer. "
         told += "Lines that begin with a colon keep the connection alive."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": told}, "x-event": _reference(operation.event)}
+        # Without a type: some read a stream's schema as that of an event, others as that of the whole body.
+        content["text/event-stream"] = {"schema": {"description": told}, "x-event": _reference(operation.event)}
     described: JSON = {
         "summary": operation.summary,
         "operationId": operation.method + operation.path.title().translate(str.maketrans("", "", "/_{}")),
