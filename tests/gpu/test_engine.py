@@ -186,15 +186,20 @@ def test_plans_that_are_staged_far_ahead_of_the_device_arrive_as_they_are(captur
     assert [each.tolist() for each in arrived] == [[slot] * 3 for slot in range(6)]
 
 
+def fraction_with(allowed: int) -> float:
+    """The memory_fraction that allows so many bytes more than the GPU's processes have now, so that others may run beside a test."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free + allowed) / total
+
+
 def test_the_cache_takes_what_memory_fraction_leaves(tmp_path: Path) -> None:
     """And no more, with the captured steps in it."""
     shape = {**SHAPE, "num_key_value_heads": 16, "num_hidden_layers": 2, "max_position_embeddings": LONG}
     model = make(llama(**shape), tmp_path / "model")
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    reserved, allowed = torch.cuda.memory_reserved(), min(MOST_BYTES, free // 2)
-    unset = {"num_pages": None, "kv_cache_memory_bytes": None, "memory_fraction": (total - free + allowed) / total}
+    reserved, allowed = torch.cuda.memory_reserved(), min(MOST_BYTES, torch.cuda.mem_get_info()[0] // 2)
+    unset = {"num_pages": None, "kv_cache_memory_bytes": None, "memory_fraction": fraction_with(allowed)}
     engine = engine_of(model, dtype="bfloat16", max_model_len=LONG, max_step_tokens=256, **unset)
     assert engine.facts.pages < SLOTS * LONG // PAGE_SIZE  # by memory, not by what the slots could use
-    assert engine.memory.kv_cache > allowed // 4  # others may use the GPU at the same time
+    assert engine.memory.kv_cache > allowed // 16  # less than all of it where others take memory at the same time
     assert torch.cuda.memory_reserved() - reserved <= allowed

@@ -11,7 +11,7 @@ from benchmarks.driver import admission, int32s
 from services.scheduler.requests import Request
 from services.worker.engine.engine import TorchEngine
 from shared.protocol.plan import SlotFlag
-from tests.gpu.test_engine import PAGE_SIZE, SLOTS, Checkpoint, captured, driver_of, engine_of, launched, step_of
+from tests.gpu.test_engine import PAGE_SIZE, SLOTS, Checkpoint, captured, driver_of, engine_of, fraction_with, launched, step_of
 from tests.services.joined import Joined, completion_scores, sampled, scored_request
 from tests.services.worker.models.checkpoints import VOCAB_SIZE
 
@@ -104,7 +104,8 @@ def test_launches_with_penalties_and_log_probabilities_never_wait(captured: Torc
 
 
 def test_counts_are_part_of_what_is_allocated_before_the_cache(checkpoint: Checkpoint) -> None:
-    engine = engine_of(checkpoint("qwen3"), num_pages=None, kv_cache_memory_bytes=None, memory_fraction=0.2, max_step_tokens=64)
+    allowed = fraction_with(torch.cuda.mem_get_info()[0] // 2)
+    engine = engine_of(checkpoint("qwen3"), num_pages=None, kv_cache_memory_bytes=None, memory_fraction=allowed, max_step_tokens=64)
     assert engine.penalties.counts.shape == (SLOTS + 1, VOCAB_SIZE)
     assert engine.penalties.counts.is_cuda
     assert len(engine.token_ids) == engine.facts.pages * PAGE_SIZE
