@@ -8,6 +8,7 @@ from benchmarks.report import Plot, Report, Series, Value
 from shared.errors import ConfigError
 
 Line = Mapping[str, Value]
+MEASURED = {"offline": "tokens/s", "prefill": "ms", "decode": "ms a step"}
 KINDS = {
     "offline": ("model", "tokens/s", "best peer", "ours / peer", "floor", "of the floor", "device busy"),
     "prefill": ("model", "ms", "of the device", "best peer ms", "peer / ours", "TFLOP/s", "of sustained"),
@@ -54,7 +55,7 @@ def _text(value: Value) -> str:
 
 
 def _lines(folders: Sequence[Path], kind: str) -> list[Line]:
-    """By model and, in decode, rows."""
+    """What was measured, by model and, in decode, rows."""
     found: dict[tuple[Value, Value], Line] = {}
     for folder in folders:
         try:
@@ -63,5 +64,6 @@ def _lines(folders: Sequence[Path], kind: str) -> list[Line]:
             raise ConfigError(f"{error.filename}: not there; `python -m benchmarks peers --out {folder}` writes it") from error
         for row in report["rows"]:
             line = dict(zip(report["columns"], row, strict=True))
-            found[line["model"], line.get("rows")] = line
+            if line[MEASURED[kind]] is not None:
+                found[line["model"], line.get("rows")] = line
     return list(found.values())

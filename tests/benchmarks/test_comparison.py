@@ -13,14 +13,14 @@ from shared.errors import ConfigError
 COLUMNS = {"offline": offline.COLUMNS, "prefill": prefill.COLUMNS, "decode": decode.COLUMNS}
 
 
-def written(folder: Path, model: str, step_ms: float, peer_ms: float | None) -> Path:
+def written(folder: Path, model: str, step_ms: float | None, peer_ms: float | None) -> Path:
     """What `peers` leaves of a model."""
     folder.mkdir()
     values: dict[str, Value] = {"model": model, "rows": 8, "tokens/s": 12345.6, "best peer": 10_000, "ms": 50.24, "of the floor": "66%"}
     for kind, columns in COLUMNS.items():
         line = dict.fromkeys(columns, None) | {name: value for name, value in values.items() if name in columns}
         if kind == "decode":
-            line |= {"ms a step": step_ms, "best peer": peer_ms, "peer / ours": peer_ms and peer_ms / step_ms}
+            line |= {"ms a step": step_ms, "best peer": peer_ms, "peer / ours": peer_ms / step_ms if peer_ms and step_ms else None}
         (folder / f"{kind}.json").write_text(json.dumps({"columns": columns, "rows": [list(line.values())]}))
     return folder
 
@@ -30,6 +30,7 @@ def test_runs_go_together_and_the_last_of_a_model_counts(tmp_path: Path) -> None
         written(tmp_path / "1", "small", 2.0, 3.0),
         written(tmp_path / "2", "large", 8.0, 8.5),
         written(tmp_path / "3", "small", 1.5, 3.0),
+        written(tmp_path / "4", "large", None, 8.5),
     ]
     text, report = comparison(folders)
     assert "| small | 12,346 | 10,000 |" in text
