@@ -11,12 +11,22 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from tests.services.worker.models.checkpoints import MAKERS, MAX_LENGTH, VOCAB_SIZE
+from tests.services.worker.models.checkpoints import MAKERS, MAX_LENGTH, VOCAB_SIZE, make, qwen3
 from tests.services.worker.models.group import Group, Job, Local, Outcome
 
 TOLERANCE = 1e-3  # of float32 logits, absolute
 RELATIVE = 2e-2  # of bfloat16 logits: a token's error vector to its logits; and how near candidates are, to the largest logit
 NEAR_TIE = 1e-3  # float32 logits closer than this may change places
+
+# As wide as Qwen3-0.6B, whose products the tables have.
+TUNED = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "initializer_range": 0.02,
+}
 
 Checkpoint = Callable[[str], Path]
 
@@ -74,6 +84,15 @@ def check_float32(folder: Path, asked: tuple[tuple[int, ...], ...], outcome: Out
         assert token == theirs.argmax() or theirs.max() - theirs[token] < NEAR_TIE
 
 
+def check_bfloat16(folder: Path, asked: tuple[tuple[int, ...], ...], outcome: Outcome, name: str) -> None:
+    worst = 0.0
+    for token, ours, theirs in steps(folder, asked, outcome):
+        worst = max(worst, float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)))
+        assert theirs.max() - theirs[token] <= RELATIVE * np.abs(theirs).max()
+    print(f"{name}: relative error of bfloat16 logits {worst:.1e}")
+    assert worst < RELATIVE
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_float32_logits_and_greedy_tokens_equal_transformers(checkpoint: Checkpoint, ranks: Any, name: str) -> None:
     for asked, count, chunk in ((SHORT_AND_LONG, 32, 1000), (prompts(300, 31), 2, 16)):
@@ -85,12 +104,16 @@ def test_float32_logits_and_greedy_tokens_equal_transformers(checkpoint: Checkpo
 def test_bfloat16_logits_are_near_and_the_best_token_is_the_same(smooth_checkpoint: Checkpoint, ranks: Any, name: str) -> None:
     folder = smooth_checkpoint(name)
     (outcome,) = ranks(1).run(Job(folder, SHORT_AND_LONG, 16, spec=spec(dtype="bfloat16")))
-    worst = 0.0
-    for token, ours, theirs in steps(folder, SHORT_AND_LONG, outcome):
-        worst = max(worst, float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)))
-        assert theirs.max() - theirs[token] <= RELATIVE * np.abs(theirs).max()
-    print(f"{name}: relative error of bfloat16 logits {worst:.1e}")
-    assert worst < RELATIVE
+    check_bfloat16(folder, SHORT_AND_LONG, outcome, name)
+
+
+@pytest.mark.parametrize("lengths", [(9,), (3, 9, 5, 20, 1)])
+def test_bfloat16_logits_by_products_of_the_table_are_near(tmp_path: Path, ranks: Any, lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    make(qwen3(**TUNED).bfloat16(), tmp_path / "model")
+    asked = prompts(*lengths)
+    (outcome,) = ranks(1).run(Job(tmp_path / "model", asked, 8, spec=spec(dtype="bfloat16")))
+    check_bfloat16(tmp_path / "model", asked, outcome, f"{len(asked)} rows of tuned products")
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen2", "qwen3", "qwen3-moe", "mistral", "mistral3", "ministral3"])
