@@ -70,8 +70,8 @@ class Planner:
         slots.planned[rows] = written + samples
         slots.last_plan[rows] = plan_id
         self._tenants.charge(slots.tenant[decodes], plan.iterations)
+        self._tenants.charge(slots.tenant[plan.prefill_slots], plan.prefill_lengths)
         for chunk in chunks:
-            self._tenants.charge(slots.tenant[chunk.slot : chunk.slot + 1], chunk.length)
             slots.request(chunk.slot).timeline.add(now, "chunk", self._group, chunk.length, chunk.start)
             self._memory.cache.write(chunk.slot, slots.page_table[chunk.slot], chunk.start + chunk.length, plan_id)
             self._admissions.on_written(chunk.slot)

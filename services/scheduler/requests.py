@@ -92,11 +92,14 @@ class Request:
     leaving: bool = False  # its group gives it up once what is on its way for it has come
     held_until: float | None = None  # while no group can take it
     timeline: Timeline = field(default_factory=Timeline)
+    max_length: int = field(init=False)  # of its slot's tokens
     resumed_at: int = field(init=False)  # tokens that the client had when this attempt was submitted
     sent: int = field(init=False)  # tokens of `output` that the gateway has been sent, or had
     told_moves: int = field(init=False)  # of the unplanned ones, that the gateway knows of
 
     def __post_init__(self) -> None:
+        # With max_tokens 0 the prompt's last chunk yields a token like any other, which nobody gets.
+        self.max_length = len(self.prompt_ids) + max(self.max_tokens, 1)
         self.resumed_at = self.sent = len(self.output)
         self.told_moves = self.unplanned_moves
 
@@ -113,7 +116,7 @@ class Request:
     @property
     def prefill_ids(self) -> Int32s:
         """What a slot has to compute before the next token: prompt and completion so far."""
-        return np.concatenate((self.prompt_ids, np.array(self.output, dtype=np.int32)))
+        return np.concatenate((self.prompt_ids, np.array(self.output, dtype=np.int32))) if self.output else self.prompt_ids
 
     @property
     def length(self) -> int:
@@ -124,11 +127,6 @@ class Request:
         """Tokens whose keys and values may be of use to others: the last one accepted has none yet."""
         accepted = len(self.output) if self.accepted_tokens is None else min(self.accepted_tokens, len(self.output))
         return len(self.prompt_ids) + accepted - 1
-
-    @property
-    def max_length(self) -> int:
-        """Of a slot's tokens. With max_tokens 0 the prompt's last chunk yields a token like any other, which nobody gets."""
-        return len(self.prompt_ids) + max(self.max_tokens, 1)
 
     def append(self, token: int) -> FinishReason | None:
         """Takes the next token of the completion; returns how it ends the request, if it does."""

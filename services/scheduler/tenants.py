@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.protocol.plan import Int32s
+
 MAX_IDLE = 10_000  # tenants without requests that are remembered
 FIRST_SIZE = 16
 
@@ -53,9 +55,12 @@ class Tenants:
         """The counters of tenants that have requests, by their indexes."""
         return self._computed[indexes]
 
-    def charge(self, indexes: NDArray[np.intp], tokens: int) -> None:
-        """So many tokens are computed for each of these."""
-        self._computed += np.bincount(indexes, minlength=len(self._computed)) * tokens
+    def charge(self, indexes: NDArray[np.intp], tokens: int | Int32s) -> None:
+        """So many tokens are computed for each of these: the same number, or one for each."""
+        if isinstance(tokens, int):
+            self._computed += np.bincount(indexes, minlength=len(self._computed)) * tokens
+        else:
+            np.add.at(self._computed, indexes, tokens)
 
     def _new_index(self) -> int:
         if self._free:

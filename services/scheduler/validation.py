@@ -30,6 +30,9 @@ MAX_TEXT = 256  # characters of an id or a name
 MAX_AGE_MS = 86_400_000  # what is older keeps its rank no better
 
 
+_NO_IDS = np.empty(0, dtype=np.int32)
+
+
 class Refused(LockstepError):
     """A request that is never acceptable."""
 
@@ -132,15 +135,17 @@ def _biases(message: SamplingMessage, model: Model) -> tuple[tuple[int, float], 
 
 
 def _ids(name: str, data: bytes, model: Model) -> Int32s:
+    if not data:
+        return _NO_IDS
     try:
         ids = ids_from_bytes(data)
     except PlanError as error:
         raise Refused(f"{name}: {error}") from error
-    if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
+    if len(ids) and ids.view(np.uint32).max() >= model.vocab_size:  # of which a negative one is, too
         raise Refused(f"{name} has ids from {ids.min()} to {ids.max()}; the vocabulary has {model.vocab_size}")
     return ids
 
 
 def _between(name: str, value: float, least: float, most: float) -> None:
-    if not math.isfinite(value) or not least <= value <= most:
+    if not least <= value <= most:  # nor is NaN
         raise Refused(f"{name} must be from {least} to {most}, got {value}")
