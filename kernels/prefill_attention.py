@@ -2,8 +2,9 @@
 
 T query tokens of all rows, R rows, Q and K query and KV heads of this rank, G = Q / K, H head size, P pages of N positions, S slots.
 
-A program takes a tile of consecutive tokens of one row with the G query heads of one KV head. Tiles are counted over all rows
-with an upper bound that shapes give, so the launch can be captured in a CUDA graph; the surplus programs end at once.
+A program of the Triton kernel takes a tile of consecutive tokens of one row with the G query heads of one KV head. Tiles are counted
+over all rows with an upper bound that shapes give, so the launch can be captured in a CUDA graph; the surplus programs end at once.
+Hopper has a kernel of its own for what it serves: `prefill_attention_hopper`.
 """
 
 import math
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import HOPPER, capability, cdiv, next_power_of_2, pdl_options
+from kernels.prefill_attention_hopper import is_served, prefill_attention_hopper
 
 
 def prefill_attention(
@@ -39,7 +41,10 @@ def prefill_attention(
     how the row was cut in chunks, bit by bit on a GPU. A row of length 0 gives zeros for all its queries. N must be a power of two
     on a GPU. out: a contiguous tensor for the result.
     """
-    implementation = prefill_attention_triton if q.is_cuda else prefill_attention_torch
+    if not q.is_cuda:
+        implementation = prefill_attention_torch
+    else:
+        implementation = prefill_attention_hopper if is_served(q, k_cache) else prefill_attention_triton
     return implementation(q, k_cache, v_cache, page_table, slots, query_starts, lengths, max_query, scale, window, out)
 
 
@@ -92,11 +97,7 @@ def config(head_size: int, element_bytes: int, hopper: bool) -> Config:
         return Config(16, 16, 4, 1)
     if not hopper:
         return Config(64, 32, 4, 2) if head_size <= 128 else Config(32, 32, 4, 2)
-    # H200, bfloat16, 16/8 heads of 128, TFLOP/s at 1 x 8192, 16 x 1024, 64 x 256 tokens: 403, 249, 134 with two programs a
-    # multiprocessor, though it spills; (256, 64, 8, 3) 390, 246, 117; (128, 128, 8, 3) 357, 226, 100; (64, 64, 4, 3) 302, 223, 112.
-    if head_size in (64, 128):
-        return Config(128, 64, 4, 3)
-    if head_size < 128:
+    if head_size <= 128:
         return Config(128, 128, 8, 3)
     return Config(128, 64, 8, 2)  # 16/8 heads of 256, 1 x 4096: 390; (128, 32, 8, 3) 311
 
@@ -124,7 +125,7 @@ def prefill_attention_triton(
     query_block = max(query_block, next_power_of_2(group))
     tile_tokens = query_block // group
     tiles = min(tokens // tile_tokens + rows, cdiv(max_query, tile_tokens) * rows)
-    _kernel[(kv_heads, tiles)](
+    _prefill_attention_kernel[(kv_heads, tiles)](
         q, k_cache, v_cache, page_table, slots, query_starts, lengths, out,
         scale * math.log2(math.e), *q.stride()[:2], page_table.shape[1], tokens, rows, window or 0,
         kv_heads, group, head_size, page_size, window is not None, tile_tokens, next_power_of_2(rows),
@@ -134,7 +135,7 @@ def prefill_attention_triton(
 
 
 @triton.jit
-def _kernel(
+def _prefill_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr, query_starts_ptr, lengths_ptr, out_ptr,
     scale_log2, q_token_stride, q_head_stride, max_pages, tokens, rows, window,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,

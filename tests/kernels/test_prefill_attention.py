@@ -5,10 +5,13 @@ import torch
 from torch import Tensor
 
 from kernels.prefill_attention import prefill_attention_torch, prefill_attention_triton
+from kernels.prefill_attention_hopper import is_served, prefill_attention_hopper
 from tests.kernels.paged import PagedCache, attention
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, implementations, randn
 
 IMPLEMENTATIONS = implementations(prefill_attention_torch, prefill_attention_triton)
+if ON_GPU and torch.cuda.get_device_capability()[0] == 9:
+    IMPLEMENTATIONS.append(prefill_attention_hopper)
 LENGTHS = [1, 40, 64, 130, 33] if INTERPRETED else [1, 40, 64, 300, 33, 1000]
 QUERIES = [1, 40, 3, 65, 0] if INTERPRETED else [1, 40, 3, 170, 0, 555]
 
@@ -38,6 +41,8 @@ def test_matches_float64(implementation, q_heads, kv_heads, head_size, page_size
     cache = PagedCache(LENGTHS, kv_heads, head_size, page_size, dtype, seed=head_size)
     starts = [0, *itertools.accumulate(QUERIES)]
     q, scale = randn(starts[-1], q_heads, head_size, seed=1, dtype=dtype), head_size**-0.5
+    if implementation is prefill_attention_hopper and not is_served(q, cache.k_cache):
+        pytest.skip("not of this kernel")
     slots = int32(list(range(len(LENGTHS))))
 
     out = implementation(
@@ -60,9 +65,9 @@ def test_a_batch_is_filled_up_by_rows_without_keys_and_rows_without_tokens(imple
     assert filled[34:].equal(torch.zeros_like(filled[34:]))
 
 
-@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference does not promise it")
+@pytest.mark.parametrize("implementation", [each for each in IMPLEMENTATIONS if each is not prefill_attention_torch])
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_token_is_the_same_in_every_batch_and_chunk(window):
+def test_a_token_is_the_same_in_every_batch_and_chunk(implementation, window):
     dtype = torch.float16
     cache = PagedCache([150, 90], 1, 64, 16, dtype)
     q = randn(150, 4, 64, seed=1, dtype=dtype)
@@ -70,7 +75,7 @@ def test_a_token_is_the_same_in_every_batch_and_chunk(window):
 
     def run(queries: Tensor, slots: list[int], starts: list[int], lengths: list[int]) -> Tensor:
         shared = (cache.k_cache, cache.v_cache, cache.page_table)
-        return prefill_attention_triton(queries, *shared, int32(slots), int32(starts), int32(lengths), 150, 0.1, window)
+        return implementation(queries, *shared, int32(slots), int32(starts), int32(lengths), 150, 0.1, window)
 
     whole = run(q, [0], [0, 150], [150])
     chunks = [run(q[first:last], [0], [0, last - first], [last]) for first, last in ((0, 1), (1, 67), (67, 150))]
@@ -80,6 +85,8 @@ def test_a_token_is_the_same_in_every_batch_and_chunk(window):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_rows(implementation):
-    cache, none = PagedCache([20], 2, 64, 16, torch.float32), int32([])
-    out = implementation(randn(0, 4, 64, seed=1), cache.k_cache, cache.v_cache, cache.page_table, none, int32([0]), none, 0, 0.1)
+    cache, none = PagedCache([20], 2, 64, 16, torch.float16), int32([])
+    out = implementation(
+        randn(0, 4, 64, seed=1, dtype=torch.float16), cache.k_cache, cache.v_cache, cache.page_table, none, int32([0]), none, 0, 0.1
+    )
     assert out.shape == (0, 4, 64)
