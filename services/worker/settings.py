@@ -48,8 +48,8 @@ class WorkerSettings(Settings):
     peer_memory: bool = Field(
         True, description="GPUs of one host add up small messages through each other's memory, faster than NCCL does."
     )
-    sampling_gather: Literal["full", "candidates"] = Field(
-        "full", description="What ranks exchange to sample: all logits, or each its best candidates; the same tokens."
+    sampling_gather: Literal["full", "best", "candidates"] = Field(
+        "full", description="What ranks exchange to sample: all logits; for rows without filters each its best; or its best candidates."
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: its share of the CPUs.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU.")

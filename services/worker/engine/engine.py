@@ -15,13 +15,13 @@ from services.worker.distributed.board import Mark
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.batch import Batch
 from services.worker.engine.devices import HOST_KV_CACHE_BYTES, check_gpu, communicator_of, device_of, dtype_of
-from services.worker.engine.features import Feature, SlotFeatures
+from services.worker.engine.features import Feature, SlotFeatures, variants
 from services.worker.engine.graphs import Graphs
 from services.worker.engine.interface import Facts, Flight, Landed, Memory, Progress, RankSpec
 from services.worker.engine.logprobs import PromptScores, ids_of, records_of, scored_tokens, table
 from services.worker.engine.penalties import Penalties
 from services.worker.engine.rehearsal import Rehearsal
-from services.worker.engine.sampling import CandidateSampler, FullSampler, Sampler
+from services.worker.engine.sampling import BestSampler, Sampler, sampler_of
 from services.worker.engine.sections import Sections, decode_sections, samples, sections_of
 from services.worker.engine.sizes import PrefillSizes, aligned
 from services.worker.engine.slots import Slots
@@ -78,7 +78,7 @@ class TorchEngine:
             load(folder, shards, progress, self.model.ignores)
 
         head = self.model.head
-        self.sampler: Sampler = CandidateSampler(head, mark) if spec.sampling_gather == "candidates" else FullSampler(head)
+        self.sampler: Sampler = sampler_of(spec.sampling_gather, head, mark)
         self.page_size = spec.page_size
         pages_per_slot = -(-max_length // spec.page_size)
         self.slots = Slots(spec.slots, pages_per_slot, torch.tensor(folder.eos_ids, dtype=torch.int32, device=device))
@@ -86,7 +86,8 @@ class TorchEngine:
         self.penalties = Penalties(spec.slots + 1, self.sampler.columns, self.sampler.first, device)
         self.prompt_scores = PromptScores(spec.slots, self.sampler)
         self.max_length = max_length
-        self._rehearsal = Rehearsal(self.step, self.slots.padding, spec.slots, spec.max_step_tokens, device)
+        kinds = variants(apart=isinstance(self.sampler, BestSampler))
+        self._rehearsal = Rehearsal(self.step, kinds, self.slots.padding, spec.slots, spec.max_step_tokens, device)
         self.caches: list[LayerCache] = []
         self.token_ids = torch.empty(0)  # [pages * page_size] int32: whose keys and values the cache holds at each place
         shape = CacheShape(config.layers, spec.page_size, len(head_share(config.kv_heads, group)), config.head_dim, dtype)
@@ -117,7 +118,7 @@ class TorchEngine:
             self.staging = PlanStaging(spec.slots, spec.max_step_tokens, sizes, self.slots.padding, device)
             self.results = ResultRing(spec.slots)
             if spec.cuda_graphs:
-                self.graphs = Graphs(spec.slots, sizes, self.step, self.staging, progress, spec.compile_ahead)
+                self.graphs = Graphs(spec.slots, sizes, self.step, kinds, self.staging, progress, spec.compile_ahead)
             torch.cuda.synchronize()
 
     def reset(self) -> None:
@@ -186,6 +187,8 @@ class TorchEngine:
         sampled `[B]` bool: the rows that yield a token.
         """
         state, sampler, slots, decodes = self.slots, self.sampler, batch.slots, batch.decode_rows
+        if features & ~Feature.SAMPLING:
+            logits = sampler.changeable(logits)
         raw = logits.clone() if Feature.LOGPROBS in features else logits
         if Feature.PENALTIES in features:
             if batch.rows > decodes:

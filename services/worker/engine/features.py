@@ -17,16 +17,18 @@ class Feature(IntFlag):
     LEAST_LENGTH = 2  # ids that are forbidden while the row is short
     PENALTIES = 4  # or biases
     LOGPROBS = 8  # of the row's tokens
+    FILTERS = 16  # a top-k, top-p or min-p, with a temperature
 
 
 NO_FEATURES = Feature(0)
+ALL_SAMPLING = Feature.SAMPLING | Feature.FILTERS
 # What captured steps can do: the first that covers a step's features is replayed.
 VARIANTS = (
     NO_FEATURES,
-    Feature.SAMPLING,
-    Feature.SAMPLING | Feature.LEAST_LENGTH,
-    Feature.SAMPLING | Feature.LEAST_LENGTH | Feature.PENALTIES,
-    Feature.SAMPLING | Feature.LEAST_LENGTH | Feature.PENALTIES | Feature.LOGPROBS,
+    ALL_SAMPLING,
+    ALL_SAMPLING | Feature.LEAST_LENGTH,
+    ALL_SAMPLING | Feature.LEAST_LENGTH | Feature.PENALTIES,
+    ALL_SAMPLING | Feature.LEAST_LENGTH | Feature.PENALTIES | Feature.LOGPROBS,
 )
 
 
@@ -38,10 +40,12 @@ class SlotFeatures:
 
     def admit(self, admissions: NDArray[np.void]) -> None:
         sampling = (admissions["temperature"] >= GREEDY_BELOW.value) * int(Feature.SAMPLING)
+        filtered = (admissions["top_k"] > 0) | (admissions["top_p"] < 1) | (admissions["min_p"] > 0)
+        filters = (filtered & (sampling != 0)) * int(Feature.FILTERS)
         least_length = (admissions["min_length"] > admissions["prompt_length"]) * int(Feature.LEAST_LENGTH)
         penalties = ((admissions["flags"] & (SlotFlag.PENALTIES | SlotFlag.BIASES)) != 0) * int(Feature.PENALTIES)
         logprobs = ((admissions["flags"] & SlotFlag.LOGPROBS) != 0) * int(Feature.LOGPROBS)
-        self._features[admissions["slot"]] = sampling | least_length | penalties | logprobs
+        self._features[admissions["slot"]] = sampling | filters | least_length | penalties | logprobs
 
     def of(self, slots: NDArray[np.int32]) -> Feature:
         """All that any of the slots asks for."""
@@ -53,5 +57,6 @@ class SlotFeatures:
         return asking
 
 
-def variant(features: Feature) -> Feature:
-    return next(each for each in VARIANTS if features in each)
+def variants(apart: bool) -> tuple[Feature, ...]:
+    """VARIANTS, and where rows without filters are sampled for less, apart, one for these."""
+    return (NO_FEATURES, Feature.SAMPLING, *VARIANTS[1:]) if apart else VARIANTS

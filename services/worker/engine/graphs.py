@@ -11,12 +11,12 @@ S slots, B rows.
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from services.worker.engine.features import VARIANTS, Feature, variant
+from services.worker.engine.features import VARIANTS, Feature
 from services.worker.engine.interface import Progress
 from services.worker.engine.sections import Sections, decode_sections
 from services.worker.engine.sizes import Prefill, PrefillSizes, decode_sizes, sizes_beside
@@ -25,7 +25,6 @@ from shared.protocol.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-COMMON = VARIANTS[:2]  # captured for every size of batch; the others, for fewer
 MIXED = VARIANTS[2]  # what steps with prefill can do
 MIXED_PENALTIES = VARIANTS[3]
 
@@ -36,15 +35,17 @@ class Graphs:
         slots: int,
         sizes: PrefillSizes,
         step: Callable[[Sections, int, Feature], Tensor],
+        variants: Sequence[Feature],
         staging: PlanStaging,
         progress: Progress,
         rehearsed: bool,
     ) -> None:
         """sizes: of captured prefill. step: the sections of a step, the longest prefill chunk, and its features -> its result `[B, ...]`.
+        variants: of decode steps.
 
         rehearsed: what steps launch is compiled, but for some of it. All slots must be nobody's: steps are also run.
         """
-        self.sizes, self._step, self._staging, self._rehearsed = sizes, step, staging, rehearsed
+        self.sizes, self._step, self._variants, self._staging, self._rehearsed = sizes, step, variants, staging, rehearsed
         self._mixed_features = MIXED_PENALTIES if rehearsed else MIXED
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._decode_sizes = decode_sizes(slots)
@@ -56,8 +57,8 @@ class Graphs:
         decodes = [
             (size, features)
             for number, size in enumerate(reversed(self._decode_sizes))
-            for features in reversed(VARIANTS)
-            if features in COMMON or number % 4 == 0 or size == 1
+            for features in reversed(variants)
+            if Feature.LEAST_LENGTH not in features or number % 4 == 0 or size == 1  # what few ask for, for fewer sizes
         ]
         mixed = [(size, rows) for size in reversed(sizes.captured) for rows in reversed(self._beside[size])]
         count, begin_s, free_bytes = len(mixed + decodes), time.monotonic(), torch.cuda.mem_get_info()[0]
@@ -85,7 +86,8 @@ class Graphs:
 
     def replay(self, plan: Plan, features: Feature) -> Tensor | None:
         """The step of the plan that the staging holds -> its result `[B, ...]`, until the next replay; None if no graph can do it."""
-        wanted, decodes, prefills = variant(features), len(plan.decode_slots), len(plan.prefill_slots)
+        wanted = next(each for each in self._variants if features in each)
+        decodes, prefills = len(plan.decode_slots), len(plan.prefill_slots)
         if not prefills:
             graph, result = next(
                 self._decode[size, wanted] for size in self._decode_sizes if size >= decodes and (size, wanted) in self._decode

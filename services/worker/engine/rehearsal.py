@@ -5,13 +5,13 @@ Their rows are of the slot that nobody has, so all that they write is in the scr
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.compilation import compile_noted, noting
-from services.worker.engine.features import NO_FEATURES, VARIANTS, Feature
+from services.worker.engine.features import NO_FEATURES, Feature
 from services.worker.engine.interface import Progress
 from services.worker.engine.sections import Sections, row_sections
 from services.worker.engine.sizes import ALIGNED, MOST_ROWS, SMALL, PrefillSizes, aligned, decode_sizes, launched_rows
@@ -25,13 +25,14 @@ class Rehearsal:
     def __init__(
         self,
         step: Callable[[Sections, int, Feature], Tensor],
+        variants: Sequence[Feature],
         nobody: int,
         slots: int,
         max_step_tokens: int,
         device: torch.device,
     ) -> None:
-        """step: the sections of a step, its longest prefill chunk, and its features. nobody: the slot."""
-        self._step, self._nobody, self._device = step, nobody, device
+        """step: the sections of a step, its longest prefill chunk, and its features. variants: of these. nobody: the slot."""
+        self._step, self._variants, self._nobody, self._device = step, variants, nobody, device
         self._slots, self._max_step_tokens = slots, max_step_tokens
 
     def prepare(self, threads: int, progress: Progress) -> None:
@@ -41,14 +42,14 @@ class Rehearsal:
         with noting() as noted:
             for rows, decodes, tokens in self._shapes:
                 if not decodes or tokens == aligned(self._max_step_tokens):
-                    self.run(rows, decodes, tokens, VARIANTS[-1])
-            for features in VARIANTS:
+                    self.run(rows, decodes, tokens, self._variants[-1])
+            for features in self._variants:
                 self.run(0, self._slots, 0, features)
             for decodes in decode_sizes(self._slots):
-                self.run(0, decodes, 0, VARIANTS[-1])
-                self.run(ALIGNED, decodes, ALIGNED, VARIANTS[-1])
+                self.run(0, decodes, 0, self._variants[-1])
+                self.run(ALIGNED, decodes, ALIGNED, self._variants[-1])
             for size in PrefillSizes(self._slots, min(self._max_step_tokens, SMALL[-1])).captured:
-                self.run(size.rows, 0, size.tokens, VARIANTS[-1])
+                self.run(size.rows, 0, size.tokens, self._variants[-1])
         noted_s = time.monotonic()
         compiled = compile_noted(noted, self._device, threads, lambda part: progress("compiling kernels", part))
         logger.info(
@@ -70,7 +71,7 @@ class Rehearsal:
         shapes = self._shapes
         for number, shape in enumerate(shapes):
             progress("warming up", number / len(shapes))
-            for features in VARIANTS[-1:] if number else VARIANTS:
+            for features in self._variants[-1:] if number else self._variants:
                 self.run(*shape, features)
 
     def tokens_worth_capturing(self) -> int:
@@ -95,7 +96,7 @@ class Rehearsal:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.run(min(MOST_ROWS, launched_rows(self._slots)), self._slots, aligned(self._max_step_tokens), VARIANTS[-1])
+        self.run(min(MOST_ROWS, launched_rows(self._slots)), self._slots, aligned(self._max_step_tokens), self._variants[-1])
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 

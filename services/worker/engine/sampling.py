@@ -4,23 +4,22 @@ B rows, D hidden size, V vocabulary, L this rank's columns of it, R ranks, C can
 """
 
 import logging
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.noise import gumbel
-from kernels.sampling import FAILED, GREEDY_BELOW, greedy, kept, sample
+from kernels.offers import NAN, SIGN, best_offer, ids_of, keys_of, offer, scores_of
+from kernels.sampling import GREEDY_BELOW, greedy, kept, sample
 from services.worker.distributed.board import Mark
+from services.worker.distributed.communicator import Communicator
 from services.worker.engine.logprobs import LogprobTensors, of_all, of_columns
 from services.worker.layers.vocabulary import VocabularyTable
 
 logger = logging.getLogger(__name__)
 
 CANDIDATES = 64  # that each rank offers for a row with top-k: 2 KB a row with four ranks, where all of 150,000 logits are 600
-_LOW = 2**32 - 1
-_NAN = 2**63 - 1  # the key of a row that is to fail: no other is larger
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,10 @@ class Sampler(Protocol):
     columns: int  # of the logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Hidden states `[B, D]` -> the logits that `choose` wants, float32."""
+        """Hidden states `[B, D]` -> the logits that `choose` and `logprobs` want, float32."""
+
+    def changeable(self, logits: Tensor) -> Tensor:
+        """The same for rows that ask for more than a temperature: the columns that `first` and `columns` tell of."""
 
     def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
         """Tokens `[B]` int32, the same on every rank; -2 for a row with a NaN. None: all rows are greedy."""
@@ -69,11 +71,41 @@ class FullSampler:
         """`[B, V]`."""
         return self._head.logits(x)
 
+    def changeable(self, logits: Tensor) -> Tensor:
+        return logits
+
     def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
         return greedy(logits) if sampling is None else sample(logits, *sampling.tensors)
 
     def logprobs(self, logits: Tensor, chosen: Tensor) -> LogprobTensors:
         return of_all(logits, chosen)
+
+
+class BestSampler(FullSampler):
+    """Every rank offers its best for each row, in 8 bytes, unless a row of the step asks for more than a temperature: then all logits
+    are gathered. The noise belongs to the vocabulary id, so the best of the offers is the best of all."""
+
+    def __init__(self, head: VocabularyTable) -> None:
+        super().__init__(head)
+        self._group = head.group
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`[B, L]`: this rank's columns, -inf where they are padding."""
+        return self._head.local_logits(x)
+
+    def changeable(self, logits: Tensor) -> Tensor:
+        """`[B, V]`."""
+        return self._group.all_gather(logits)[:, : self.columns]
+
+    def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
+        if logits.shape[1] == self.columns:
+            return super().choose(logits, sampling)
+        return _best(logits, self._head.first, sampling, self._group)
+
+    def logprobs(self, logits: Tensor, chosen: Tensor) -> LogprobTensors:
+        if logits.shape[1] == self.columns:
+            return of_all(logits, chosen)
+        return of_columns(logits, chosen, self._head.first, self._group)
 
 
 class CandidateSampler:
@@ -91,6 +123,9 @@ class CandidateSampler:
     def logits(self, x: Tensor) -> Tensor:
         """`[B, L]`: this rank's columns, -inf where they are padding."""
         return self._head.local_logits(x)
+
+    def changeable(self, logits: Tensor) -> Tensor:
+        return logits
 
     def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
         if sampling is None:
@@ -110,26 +145,22 @@ class CandidateSampler:
         return of_columns(logits, chosen, self.first, self._group)
 
     def _best(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
-        if sampling is None:
-            columns = greedy(logits)
-            ids = (columns + self.first).where(columns != FAILED.value, FAILED.value)
-        else:
+        """Filters do not count."""
+        if sampling is not None:
             zeros, ones = torch.zeros_like(sampling.top_k), torch.ones_like(sampling.top_p)
-            ids = sample(logits, sampling.temperature, zeros, ones, ones - 1, sampling.seeds, sampling.positions, self.first)
-        own = logits.gather(1, (ids - self.first).clamp_(min=0).long()[:, None])
-        scores = own if sampling is None else _scores(own, ids[:, None], sampling)
-        keys = _keys(scores, ids[:, None]).masked_fill_((ids == FAILED.value)[:, None], _NAN)
-        return _winner(self._group.all_gather(keys))
+            sampling = replace(sampling, top_k=zeros, top_p=ones, min_p=ones - 1)
+        return _best(logits, self.first, sampling, self._group)
 
     def _ranked(self, logits: Tensor, sampling: Sampling) -> Tensor:
         ids = torch.arange(self.first, self.first + logits.shape[1], device=logits.device)
-        keys = _keys(logits, ids).masked_fill_(logits.isnan(), _NAN)
+        keys = keys_of(logits, ids).masked_fill_(logits.isnan(), NAN.value)
         offers = self._group.all_gather(keys.topk(min(CANDIDATES, logits.shape[1])).values)
         best = offers.topk(min(CANDIDATES, offers.shape[1])).values  # [B, C], by (logit descending, id ascending)
-        ids, values = _ids(best), _values(best)
+        ids, values = ids_of(best), _values(best)
         dropped = ~kept(values, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        keys = _keys(_scores(values, ids, sampling).masked_fill_(dropped, -torch.inf), ids)
-        return _winner(keys.masked_fill_(best == _NAN, _NAN))
+        scores = scores_of(values, ids, sampling.temperature, sampling.seeds, sampling.positions)
+        keys = keys_of(scores.masked_fill_(dropped, -torch.inf), ids)
+        return best_offer(keys.masked_fill_(best == NAN.value, NAN.value))
 
     def _gathered(self, logits: Tensor, sampling: Sampling) -> Tensor:
         self._mark.count_gathered(len(logits))
@@ -139,30 +170,24 @@ class CandidateSampler:
         return sample(self._group.all_gather(logits)[:, : self._head.vocab_size], *sampling.tensors)
 
 
-def _scores(logits: Tensor, ids: Tensor, sampling: Sampling) -> Tensor:
-    """What `sample` compares, of columns whose ids differ by row: logits and ids `[B, C]` -> `[B, C]`."""
-    random = sampling.temperature >= GREEDY_BELOW.value
-    noisy = logits / sampling.temperature.where(random, 1.0)[:, None] + gumbel(sampling.seeds, sampling.positions, ids)
-    return noisy.where(random[:, None], logits)
+def sampler_of(kind: Literal["full", "best", "candidates"], head: VocabularyTable, mark: Mark) -> Sampler:
+    """The same tokens from each."""
+    if kind == "candidates":
+        return CandidateSampler(head, mark)
+    return BestSampler(head) if kind == "best" and head.group.size > 1 else FullSampler(head)
 
 
-def _keys(scores: Tensor, ids: Tensor) -> Tensor:
-    """int64 in the order of (score ascending, id descending), so that the largest is the one to choose."""
-    bits = (scores + 0.0).view(torch.int32)  # -0 and 0 are equal
-    ordered = bits.where(bits >= 0, bits ^ 0x7FFFFFFF).long()
-    return (ordered << 32) | (_LOW - ids.long())
+def _best(logits: Tensor, first: int, sampling: Sampling | None, group: Communicator) -> Tensor:
+    """Of all ranks' columns `[B, L]`, here those from `first` on, for rows without filters."""
+    if sampling is None:
+        columns = greedy(logits)
+        offers = offer(logits, (columns + first).where(columns >= 0, columns), first)
+    else:
+        ids = sample(logits, *sampling.tensors, first)
+        offers = offer(logits, ids, first, sampling.temperature, sampling.seeds, sampling.positions)
+    return best_offer(group.all_gather(offers[:, None]))
 
 
 def _values(keys: Tensor) -> Tensor:
     bits = (keys >> 32).int()
-    return bits.where(bits >= 0, bits ^ 0x7FFFFFFF).view(torch.float32)
-
-
-def _ids(keys: Tensor) -> Tensor:
-    return (_LOW - (keys & _LOW)).int()
-
-
-def _winner(keys: Tensor) -> Tensor:
-    """keys `[B, C]` -> ids `[B]` int32."""
-    largest = keys.amax(dim=1)
-    return _ids(largest).masked_fill_(largest == _NAN, FAILED.value)
+    return bits.where(bits >= 0, bits ^ SIGN.value).view(torch.float32)

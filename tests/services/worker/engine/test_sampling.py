@@ -17,7 +17,7 @@ from kernels.sampling import sample
 from services.worker.distributed.board import Board, Mark
 from services.worker.distributed.communicator import SingleCommunicator
 from services.worker.distributed.torch_group import in_columns
-from services.worker.engine.sampling import CANDIDATES, CandidateSampler, FullSampler, Sampling
+from services.worker.engine.sampling import CANDIDATES, BestSampler, CandidateSampler, FullSampler, Sampling
 from services.worker.engine.slots import Slots
 from services.worker.layers.backends import Backends
 from services.worker.layers.vocabulary import VocabularyTable
@@ -171,6 +171,38 @@ def test_the_other_sampler_gathers_all_logits() -> None:
     assert on_ranks(2, compute) == [(sample(logits, *how.tensors).tolist(), 4 * 4 * 129)] * 2
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_without_filters_take_eight_bytes_from_each_rank(size: int) -> None:
+    logits = torch.randn(5, 257, generator=torch.Generator().manual_seed(4))
+    logits[3, 200] = torch.nan
+    hot = sampling(5, {"temperature": 0.0}, {"temperature": 0.8})
+
+    def compute(group: Threads) -> list[tuple[list[int], int]]:
+        sampler, results = BestSampler(given_logits(group, logits)), []
+        for how in (None, hot):
+            group.bytes = 0
+            results.append((sampler.choose(sampler.logits(logits), how).tolist(), group.bytes))
+        return results
+
+    cold = sampling(5, {"temperature": 0.0})
+    expected = [(sample(logits, *how.tensors).tolist(), 8 * 5) for how in (cold, hot)]
+    assert on_ranks(size, compute) == [expected if size > 1 else [(tokens, 0) for tokens, _ in expected]] * size
+
+
+def test_rows_that_ask_for_more_are_changed_and_sampled_from_all_logits() -> None:
+    logits = torch.randn(4, 257, generator=torch.Generator().manual_seed(3))
+    how = sampling(4, {"temperature": 0.0}, {"top_p": 0.9})
+
+    def compute(group: Threads) -> tuple[list[int], int]:
+        sampler = BestSampler(given_logits(group, logits))
+        whole = sampler.changeable(sampler.logits(logits))
+        assert torch.equal(whole, logits)
+        assert (sampler.first, sampler.columns) == (0, 257)
+        return sampler.choose(whole, how).tolist(), group.bytes
+
+    assert on_ranks(2, compute) == [(sample(logits, *how.tensors).tolist(), 4 * 4 * 129)] * 2
+
+
 @pytest.mark.parametrize("cuts", [(0, 50), (0, 13, 26, 39, 50)])
 def test_ids_that_would_end_a_row_early_are_forbidden_on_the_rank_that_holds_them(cuts: tuple[int, ...]) -> None:
     slots = Slots(3, 1, torch.tensor([2, 12, 13], dtype=torch.int32))
@@ -184,8 +216,8 @@ def test_ids_that_would_end_a_row_early_are_forbidden_on_the_rank_that_holds_the
     assert forbidden == [[0, 2, 12, 13, 25, 49], [0, 25, 49], []]
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_real_ranks_choose_the_same_tokens_from_candidates(
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_real_ranks_choose_the_same_tokens_from_what_they_offer(
     checkpoint: Callable[[str], Path], group: Callable[[int], Group | Local], ranks: int
 ) -> None:
     prompts = ((5, 6, 7, 100), (9,), tuple(range(3, 40)))
@@ -197,6 +229,6 @@ def test_real_ranks_choose_the_same_tokens_from_candidates(
         {"temperature": 1.0, "top_p": 0.7},
     ]
     for settings in how:
-        jobs = [Job(checkpoint("qwen2"), prompts, 12, sampling=settings, spec={"sampling_gather": kind}) for kind in ("full", "candidates")]
-        full, candidates = (group(ranks).run(job) for job in jobs)
-        assert len({outcome.tokens.tobytes() for outcome in (*full, *candidates)}) == 1
+        kinds = ("full", "best", "candidates")
+        jobs = [Job(checkpoint("qwen2"), prompts, 8, sampling=settings, spec={"sampling_gather": kind}) for kind in kinds]
+        assert len({outcome.tokens.tobytes() for job in jobs for outcome in group(ranks).run(job)}) == 1

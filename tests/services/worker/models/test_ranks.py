@@ -41,7 +41,7 @@ def test_tp_01_more_ranks_equal_one(checkpoint: Checkpoint, group: Groups, ranks
     assert start == len(asked)
 
 
-@pytest.mark.parametrize("gather", ["full", "candidates"])
+@pytest.mark.parametrize("gather", ["full", "best", "candidates"])
 def test_penalties_and_log_probabilities_are_the_same_on_every_rank(checkpoint: Checkpoint, group: Groups, gather: str) -> None:
     flags = SlotFlag.IGNORE_EOS | SlotFlag.PENALTIES | SlotFlag.LOGPROBS
     sampling = {"flags": flags, "presence": 1.5, "frequency": 0.5, "repetition": 1.4, "prompt_length": 20, "temperature": 0.8, "top_k": 40}

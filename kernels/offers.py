@@ -1,0 +1,133 @@
+"""The next token of every row where the vocabulary is spread over ranks: each offers the best of its columns, the best offer is chosen.
+
+An offer is the score of an id and the id in one number, so that what ranks exchange is 8 bytes a row and its largest is the choice.
+B rows, L columns of a rank, R ranks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import cdiv, next_power_of_2, pdl_options
+from kernels.noise import gumbel, gumbel_block
+from kernels.sampling import FAILED, GREEDY_BELOW
+
+LOW = tl.constexpr(2**32 - 1)
+NAN = tl.constexpr(2**63 - 1)  # of a row that is to fail: no other is larger
+SIGN = tl.constexpr(2**31 - 1)  # all bits of a float but its sign
+ROWS = 128  # of a program
+
+
+def offer(
+    logits: Tensor, ids: Tensor, first: int, temperature: Tensor | None = None, seeds: Tensor | None = None, positions: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """logits `[B, L]` float32, of the ids from `first` on; ids `[B]` int32 as `greedy` (first added) or `sample` without filters chooses
+    them of these columns, -2 for a row with a NaN; temperature `[B]` float32, seeds `[B]` int64, positions `[B]` int32 as for `sample`,
+    or none: all rows are greedy -> offers `[B]` int64, in the order of (score ascending, id descending)."""
+    if not logits.is_cuda:
+        return offer_torch(logits, ids, first, temperature, seeds, positions)
+    return offer_triton(logits, ids, first, temperature, seeds, positions)
+
+
+def best_offer(offers: Tensor) -> Tensor:
+    """offers `[B, R]` int64 -> ids `[B]` int32; -2 where a rank's row had a NaN."""
+    return best_offer_triton(offers) if offers.is_cuda else best_offer_torch(offers)
+
+
+def offer_torch(
+    logits: Tensor, ids: Tensor, first: int, temperature: Tensor | None = None, seeds: Tensor | None = None, positions: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    own = logits.gather(1, (ids - first).clamp_(min=0).long()[:, None])
+    if temperature is not None and seeds is not None and positions is not None:
+        own = scores_of(own, ids[:, None], temperature, seeds, positions)
+    return keys_of(own, ids[:, None])[:, 0].masked_fill_(ids == FAILED.value, NAN.value)
+
+
+def best_offer_torch(offers: Tensor) -> Tensor:
+    largest = offers.amax(dim=1)
+    ids = ids_of(largest)
+    return ids.masked_fill_(largest == NAN.value, FAILED.value)
+
+
+def scores_of(logits: Tensor, ids: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """What `sample` compares, of columns whose ids differ by row: logits and ids `[B, C]` -> `[B, C]`."""
+    random = temperature >= GREEDY_BELOW.value
+    noisy = logits / temperature.where(random, 1.0)[:, None] + gumbel(seeds, positions, ids)
+    return torch.where(random[:, None], noisy, logits)
+
+
+def keys_of(scores: Tensor, ids: Tensor) -> Tensor:
+    """float32 and int32, alike in shape -> int64 in the order of (score ascending, id descending): the largest is the one to choose."""
+    bits = (scores + 0.0).view(torch.int32)  # -0 and 0 are equal
+    ordered = bits.where(bits >= 0, bits ^ SIGN.value).long()
+    keys: Tensor = (ordered << 32) | (LOW.value - ids.long())
+    return keys
+
+
+def ids_of(keys: Tensor) -> Tensor:
+    ids: Tensor = (LOW.value - (keys & LOW.value)).int()
+    return ids
+
+
+def offer_triton(
+    logits: Tensor, ids: Tensor, first: int, temperature: Tensor | None = None, seeds: Tensor | None = None, positions: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    offers = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
+    if len(ids):
+        _offer_kernel[(cdiv(len(ids), ROWS),)](
+            logits, ids, temperature, seeds, positions, offers, first, len(ids), logits.stride(0), temperature is not None, ROWS,
+            num_warps=4, **pdl_options(ids.device),
+        )  # fmt: skip
+    return offers
+
+
+def best_offer_triton(offers: Tensor) -> Tensor:
+    rows, ranks = offers.shape
+    ids = torch.empty(rows, dtype=torch.int32, device=offers.device)
+    if rows:
+        _best_offer_kernel[(cdiv(rows, ROWS),)](
+            offers, ids, rows, ranks, *offers.stride(), next_power_of_2(ranks), ROWS, num_warps=4, **pdl_options(offers.device)
+        )  # fmt: skip
+    return ids
+
+
+@triton.jit(do_not_specialize=["rows", "first"])
+def _offer_kernel(
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, positions_ptr, offers_ptr, first, rows, row_stride,
+    RANDOM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    id_ = tl.load(ids_ptr + row, mask=inside, other=0)
+    failed = id_ == FAILED
+    scores = tl.load(logits_ptr + row.to(tl.int64) * row_stride + tl.where(failed, 0, id_ - first), mask=inside, other=0.0)
+    if RANDOM:
+        temperature = tl.load(temperature_ptr + row, mask=inside, other=1.0)
+        random = temperature >= GREEDY_BELOW
+        seeds, positions = tl.load(seeds_ptr + row, mask=inside, other=0), tl.load(positions_ptr + row, mask=inside, other=0)
+        noisy = scores / tl.where(random, temperature, 1.0) + gumbel_block(seeds, positions, id_)
+        scores = tl.where(random, noisy, scores)
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    ordered = tl.where(bits >= 0, bits, bits ^ SIGN).to(tl.int64)
+    key = (ordered << 32) | (id_.to(tl.int64) ^ LOW)
+    tl.store(offers_ptr + row, tl.where(failed, NAN, key), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "row_stride", "rank_stride"])
+def _best_offer_kernel(
+    offers_ptr, ids_ptr, rows, ranks, row_stride, rank_stride, RANKS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, rank = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
+    inside = (row < rows)[:, None] & (rank < ranks)[None, :]
+    place = row.to(tl.int64)[:, None] * row_stride + rank[None, :] * rank_stride
+    offers = tl.load(offers_ptr + place, mask=inside, other=-NAN)
+    largest = tl.max(offers, axis=1)
+    ids = tl.where(largest == NAN, FAILED, ((largest & LOW) ^ LOW).to(tl.int32))
+    tl.store(ids_ptr + row, ids, mask=row < rows)
