@@ -176,7 +176,7 @@ def sums_report(ranks: int, sums: dict[int, Times]) -> Report:
         bus = 2 * (ranks - 1) / ranks * size / times["ours"] / 1e3
         lines.append((size / 1024, *(times.get(name) for name in names), times["ours"] / times["nccl"], bus))
     measured = {name: {size / 1024: times[name] for size, times in sums.items() if name in times} for name in ("nccl", *ways)}
-    plotted = [Series(name, list(times), list(times.values())) for name, times in measured.items()]
+    plotted = [Series(name, list(times), list(times.values())) for name, times in measured.items() if times]
     return Report(
         name="allreduce",
         columns=COLUMNS,
