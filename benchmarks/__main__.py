@@ -27,6 +27,7 @@ from benchmarks.report import Report
 from benchmarks.served import Options
 from benchmarks.streaming import streaming
 from benchmarks.tiles import tiles
+from benchmarks.tune_experts import TOKENS, tune_experts
 from kernels.launch import allow_pdl
 from services.scheduler.policy import POLICIES, PolicyName
 from shared.errors import ConfigError, LockstepError
@@ -320,6 +321,17 @@ def _tune(
 ) -> None:
     """The fastest configurations of the products of few rows, as the table that the kernels read."""
     _finish(tune.tune(model, rows, tensor_parallel_size, limit_s, out), out)
+
+
+@app.command("tune-experts")
+def _tune_experts(
+    model: Model = ["Qwen3-30B-A3B"],  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(min=1, help="Most tokens of an entry; repeatable.")] = list(TOKENS),  # noqa: B006
+    limit_s: Annotated[float, typer.Option(min=1, help="When to stop; what is not reached stays as it is.")] = 600.0,
+    out: Out = OUT,
+) -> None:
+    """The fastest configurations of a mixture of experts, as the table that the kernels read."""
+    _finish(tune_experts(model, tokens, limit_s, out), out)
 
 
 @app.command("tiles")

@@ -23,10 +23,11 @@ from benchmarks.tune import Inputs, launches_of
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
 from kernels.linear import Unscaled, begins_norm, gated_linear, linear, linear_add_norm
-from kernels.moe import moe, route
+from kernels.moe import moe
 from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_and_store
+from kernels.routing import route
 from kernels.silu_and_mul import silu_and_mul
 from shared.errors import ConfigError
 
@@ -188,9 +189,9 @@ def moe_cases() -> Iterator[Case]:
     yield Case("route T=256 E=128 C=8", 2.0 * logits.numel(), "TB/s", [partial(route, logits, choices, True)])
     for tokens in (1, 8, 32, 128, 256, 1024, 8192):
         x = randn(tokens, hidden)
-        routes = [route(randn(tokens, num_experts), choices, True) for _ in range(8 if tokens <= 32 else 1)]
-        launches: list[Launch] = [partial(moe, x, gate_up, down, *routed) for routed in routes]
-        chosen = sum(len(experts.unique()) for _, experts in routes) / len(routes)
+        routed = [randn(tokens, num_experts) for _ in range(8 if tokens <= 32 else 1)]
+        launches: list[Launch] = [partial(moe, x, gate_up, down, each, choices, True) for each in routed]
+        chosen = sum(len(each.topk(choices).indices.unique()) for each in routed) / len(routed)
         name = f"T={tokens} D={hidden} E={num_experts} C={choices} I={inner}"
         if tokens <= 1024:
             yield Case(name, chosen * 6 * hidden * inner, "TB/s", launches)

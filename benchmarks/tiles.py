@@ -18,9 +18,8 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels import KVCache
 from benchmarks.launches import L2_BYTES, Launch, randn, time_launches
 from benchmarks.report import Report, Value
-from kernels import decode_attention, moe, prefill_attention
+from kernels import decode_attention, prefill_attention
 from kernels.decode_attention import decode_attention_triton
-from kernels.moe import moe_triton, route
 from kernels.prefill_attention import prefill_attention_triton
 from shared.errors import ConfigError
 
@@ -33,8 +32,6 @@ DECODE_CONFIGS = tuple(
     decode_attention.Config(*each)
     for each in ((32, 2, 3), (32, 2, 4), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3))
 )
-MOE_TOKENS = (1, 8, 32, 128, 256, 1024, 4096, 16384)
-EXPERTS, CHOICES, HIDDEN, INNER = 128, 8, 2048, 768  # Qwen3-30B-A3B
 PREFILL_CONFIGS = tuple(
     prefill_attention.Config(*each)
     for each in (
@@ -72,34 +69,6 @@ def _prefills() -> Iterator[Candidate]:
             yield Candidate("prefill_attention", f"{rows} x {length}, {q_heads} / {kv_heads}", str([*tuned]), [launch], work, 0.0)
 
 
-def _moe_configs(mean: float) -> Iterator[tuple[moe.Config, moe.Config]]:
-    """Pairs for gate and up, and for down; rows of a tile about the mean of an expert's."""
-    if mean <= 32:
-        rows = (16,) if mean <= 8 else (16, 32)
-        first = [(32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (64, 64, 4, 5), (16, 256, 4, 4)]
-        second = [(64, 128, 4, 4), (32, 256, 4, 3), (128, 64, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)]
-    elif mean <= 128:
-        rows, first, second = (64,), [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 4)], [(128, 64, 4, 3), (64, 64, 4, 4), (256, 64, 8, 3)]
-    else:
-        rows = (64, 128)
-        first, second = [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4)], [(256, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3)]
-    for height, one, other in product(rows, first, second):
-        yield moe.Config(height, *one), moe.Config(height, *other)
-
-
-def _mixtures() -> Iterator[Candidate]:
-    gate_up, down = randn(EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5, randn(EXPERTS, HIDDEN, INNER) / INNER**0.5
-    for tokens in MOE_TOKENS:
-        x = randn(tokens, HIDDEN)
-        routes = [route(randn(tokens, EXPERTS), CHOICES, True) for _ in range(8 if tokens <= 32 else 1)]
-        chosen = sum(len(experts.unique()) for _, experts in routes) / len(routes)
-        operations, weight_bytes = 6.0 * tokens * CHOICES * HIDDEN * INNER, chosen * 6 * HIDDEN * INNER
-        for tuned in _moe_configs(tokens * CHOICES / EXPERTS):
-            launches: list[Launch] = [partial(moe_triton, x, gate_up, down, *routed, tuned=tuned) for routed in routes]
-            config = " ".join(str([*each]) for each in tuned)
-            yield Candidate("moe", f"{tokens} tokens", config, launches, operations, weight_bytes)
-
-
 def _decodes() -> Iterator[Candidate]:
     """Few rows cut into as many shares as the kernel chooses, and into more and fewer; many rows whole."""
     for q_heads, kv_heads in ((16, 8), (40, 8)):
@@ -123,7 +92,6 @@ def _decodes() -> Iterator[Candidate]:
 KINDS: dict[str, Callable[[], Iterator[Candidate]]] = {
     "decode_attention": _decodes,
     "prefill_attention": _prefills,
-    "moe": _mixtures,
 }
 
 

@@ -1,8 +1,10 @@
-"""What was measured to run fastest on a GPU, as a file for each: `tuning_NAME.json` beside this, written by `python -m benchmarks.tune`.
+"""What was measured to run fastest on a GPU: `tuning_NAME.json` beside this, written by `python -m benchmarks tune` and `tune-experts`.
 
-    {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same}
+    {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same,
+     "moe": {"EXPERTSxCHOICESxHIDDENxINNER": {"TOKENS": [a moe.Config]}}}
 
-An entry serves up to that many rows, the least such entry; where there is none, or an empty one, the library's product runs.
+An entry serves up to that many rows, the least such entry. Where a product has none, or an empty one, the library's runs; of experts
+the greatest serves more tokens, too.
 """
 
 import functools

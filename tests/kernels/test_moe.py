@@ -3,8 +3,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.moe import moe, moe_torch, moe_triton, route_torch, route_triton
+from kernels.moe import fixed_moe, moe, moe_torch, moe_triton
+from kernels.moe_few import FewConfig
+from kernels.moe_grouped import GroupedConfig
+from kernels.routing import assign_triton, route_torch, route_triton
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, implementations, randn
+
+kernels_only = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="of the kernels alone")
 
 
 @pytest.mark.parametrize("implementation", implementations(route_torch, route_triton))
@@ -31,38 +36,92 @@ def test_equal_experts_are_taken_by_lowest_id(implementation):
     assert implementation(logits, 3, True)[1].tolist() == [[0, 1, 2], [5, 0, 1]]
 
 
-def mixture(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+@kernels_only
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("tokens", [1, 130])
+def test_every_assignment_stands_with_its_expert_in_order(tokens, by_token):
+    logits = randn(tokens, 12, seed=1, dtype=torch.float16)
+    weights, chosen = route_torch(logits, 3, False)
+    probabilities, order, counts = assign_triton(logits, 3, False, by_token)
+    assert_near(probabilities, weights, ulps=8)
+    for expert, count in enumerate(counts.tolist()):
+        assert order[expert, :count].tolist() == (chosen.flatten() == expert).nonzero().flatten().tolist()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="NumPy warns of what is no number")
+@pytest.mark.parametrize("by_token", [False, True])
+def test_tokens_that_are_not_numbers_have_experts_all_the_same(by_token):
+    logits = randn(5, 60, seed=1)
+    logits[1, 3], logits[3] = torch.nan, torch.nan
+    probabilities, order, counts = assign_triton(logits, 4, False, by_token)
+    assigned = torch.cat([order[expert, :count] for expert, count in enumerate(counts.tolist())])
+    assert assigned.sort().values.tolist() == list(range(20))
+    assert probabilities[3].isnan().all()
+
+
+def mixture(x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, renormalise: bool) -> Tensor:
+    weights, experts = route_torch(logits, choices, renormalise)
     x, gate_up, down = x.double(), gate_up.double(), down.double()
     gate, up = torch.einsum("td,tcid->tci", x, gate_up[experts.long()]).chunk(2, dim=-1)
     results = torch.einsum("tci,tcdi->tcd", F.silu(gate) * up, down[experts.long()])
     return (results * weights.double()[..., None]).sum(dim=1)
 
 
+def arguments(
+    tokens: int, hidden: int, inner: int, experts: int, choices: int, dtype: torch.dtype, renormalise: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, bool]:
+    """Of `moe`."""
+    gate_up = randn(experts, 2 * inner, hidden, seed=1, dtype=dtype) / hidden**0.5
+    down = randn(experts, hidden, inner, seed=2, dtype=dtype) / inner**0.5
+    logits = 2 * randn(tokens, experts, seed=3, dtype=dtype)
+    return randn(tokens, hidden, seed=tokens, dtype=dtype), gate_up, down, logits, choices, renormalise
+
+
 @pytest.mark.parametrize("implementation", implementations(moe_torch, moe_triton))
 @pytest.mark.parametrize(
     "tokens, hidden, inner, experts, choices",
-    [(0, 64, 32, 4, 2), (1, 64, 48, 8, 2), (7, 96, 32, 60, 4), (50, 80, 40, 3, 3), (400 if ON_GPU else 70, 64, 64, 2, 1)],
+    [(0, 64, 32, 4, 2), (1, 64, 48, 8, 2), (7, 96, 32, 20, 4), (50, 80, 40, 3, 3), (400 if ON_GPU else 70, 64, 64, 2, 1)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_float64(implementation, tokens, hidden, inner, experts, choices, dtype):
-    x = randn(tokens, hidden, seed=tokens, dtype=dtype)
-    gate_up = randn(experts, 2 * inner, hidden, seed=1, dtype=dtype) / hidden**0.5
-    down = randn(experts, hidden, inner, seed=2, dtype=dtype) / inner**0.5
-    weights, chosen = route_torch(2 * randn(tokens, experts, seed=3), choices, True)
-    assert_near(implementation(x, gate_up, down, weights, chosen), mixture(x, gate_up, down, weights, chosen), ulps=4, floor=1e-5)
+    given = arguments(tokens, hidden, inner, experts, choices, dtype)
+    assert_near(implementation(*given), mixture(*given), ulps=4, floor=1e-5)
 
 
-@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference does not promise it")
+@kernels_only
+@pytest.mark.parametrize(
+    "tuned, renormalise",
+    [
+        (FewConfig(16, 1, 1, 4, 32, 1, 1, 8), True),
+        (FewConfig(8, 2, 3, 4, 8, 3, 2, 4), False),
+        ((GroupedConfig(16, 32, 64, 4, 3, 0, 2), GroupedConfig(16, 32, 32, 4, 2, 1, 0)), False),
+        ((GroupedConfig(64, 32, 32, 4, 3, 1, 0), GroupedConfig(16, 64, 16, 4, 3, 0, 2)), True),
+    ],
+)
+def test_every_kind_of_configuration_matches_float64(tuned, renormalise):
+    for dtype in DTYPES:
+        if dtype.itemsize == 2:
+            given = arguments(2, 40, 24, 6, 3, dtype, renormalise)
+            assert_near(moe_triton(*given, tuned), mixture(*given), ulps=4, floor=1e-5)
+
+
+@kernels_only
 def test_all_tokens_on_one_expert():
-    tokens, gate_up, down = 40, randn(6, 64, 64, seed=1) / 8, randn(6, 64, 32, seed=2) / 6
-    x, weights = randn(tokens, 64, seed=3), torch.ones(tokens, 1, device=DEVICE)
-    chosen = torch.full((tokens, 1), 4, dtype=torch.int32, device=DEVICE)
-    assert_near(moe_triton(x, gate_up, down, weights, chosen), mixture(x, gate_up, down, weights, chosen), ulps=4, floor=1e-5)
+    x, gate_up, down, logits, *rest = arguments(40, 64, 32, 6, 1, torch.float32)
+    logits[:, 4] = 50
+    given = (x, gate_up, down, logits, *rest)
+    assert_near(moe_triton(*given), mixture(*given), ulps=4, floor=1e-5)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter has one order for every shape")
+def test_with_fixed_tiles_a_token_does_not_depend_on_the_others():
+    x, gate_up, down, logits, *rest = arguments(700, 256, 128, 16, 4, torch.bfloat16)
+    whole = fixed_moe(x, gate_up, down, logits, *rest)
+    for part in (slice(0, 1), slice(3, 90), slice(100, 700)):
+        assert fixed_moe(x[part], gate_up, down, logits[part], *rest).equal(whole[part])
 
 
 def test_refuses_strided_weights():
     weight = torch.zeros(2, 4, 4, device=DEVICE)
     with pytest.raises(ValueError, match="down must be contiguous"):
-        moe(
-            weight[0], weight, weight.transpose(1, 2), torch.zeros(4, 1, device=DEVICE), torch.zeros(4, 1, dtype=torch.int32, device=DEVICE)
-        )
+        moe(weight[0], weight, weight.transpose(1, 2), torch.zeros(4, 2, device=DEVICE), 1, True)

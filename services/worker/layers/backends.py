@@ -29,8 +29,9 @@ LinearBackend = Callable[[Any, Tensor, Tensor | None], Tensor]
 LogitsBackend = Callable[[Tensor, Tensor], Tensor]
 # q [T, Q, H], a layer's cache, the batch, the scale of scores, the window or None -> [T, Q, H]; see `attention.paged`
 AttentionBackend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
-# x [T, D], gate_up [E, 2 * I, D], down [E, D, I], weights and ids [T, N] -> [T, D]; see `moe.reference`
-ExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# x [T, D], gate_up [E, 2 * I, D], down [E, D, I], the router's logits [T, E], experts of a token, whether their weights are scaled
+# -> [T, D]; see `kernels.moe`
+ExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
 RotationBackend = Callable[..., Tensor]  # see `kernels.rope.rope_and_store`
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from kernels.linear import Unscaled
-from kernels.moe import route
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import ALL, MergedColumnLinear, ReplicatedLinear, rows, share
 from services.worker.layers.norm import RMSNorm
@@ -31,8 +30,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[T, D]` -> `[T, D]`, this rank's part of the sum."""
-        weights, ids = route(self.router(x), self.experts.per_token, self.experts.renormalise)
-        return self.backends.experts(x, self.gate_up, self.down, weights, ids)
+        return self.backends.experts(x, self.gate_up, self.down, self.router(x), self.experts.per_token, self.experts.renormalise)
 
     def add(self, x: Tensor | Unscaled, residual: Tensor, norm: RMSNorm, reader: MergedColumnLinear) -> Tensor:
         """residual += the sum of all ranks' part, in place; returns the norm of that, for any reader."""

@@ -8,13 +8,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.routing import route
 from kernels.silu_and_mul import silu_and_mul
 
 
 def grouped(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    logits: Tensor,
+    choices: int,
+    renormalise: bool,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """Shapes and result as of `reference.every_expert`. The counts are read on the host: not for a captured graph."""
+    """Shapes and result as of `kernels.moe`. The counts are read on the host: not for a captured graph."""
+    weights, ids = route(logits, choices, renormalise)
     order = ids.flatten().argsort(stable=True)
     inputs = x[order // ids.shape[1]]
     counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.moe import moe
+from kernels.routing import route_torch
 from services.worker.layers.backends import ExpertsBackend
 from services.worker.moe.grouped import grouped
 from services.worker.moe.reference import every_expert
@@ -15,7 +16,8 @@ from services.worker.moe.reference import every_expert
 BACKENDS: dict[str, ExpertsBackend] = {"reference": every_expert, "grouped": partial(grouped, linear=F.linear), "kernel": moe}
 
 
-def expected(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def expected(x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, renormalise: bool) -> Tensor:
+    weights, ids = route_torch(logits, choices, renormalise)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, (chosen, shares) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
         for expert, share in zip(chosen, shares, strict=True):
@@ -30,10 +32,9 @@ def test_matches_float64(backend: str, tokens: int, experts: int, chosen: int, s
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, 32, generator=generator)
     gate_up, down = (torch.randn(experts, *shape, generator=generator) for shape in ((2 * size, 32), (32, size)))
-    ids = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(tokens)]).int()
-    weights = torch.rand(tokens, chosen, generator=generator)
-    got = BACKENDS[backend](x, gate_up, down, weights, ids)
-    torch.testing.assert_close(got.double(), expected(x, gate_up, down, weights, ids), rtol=1e-4, atol=1e-3)
+    logits = torch.randn(tokens, experts, generator=generator)
+    got = BACKENDS[backend](x, gate_up, down, logits, chosen, False)
+    torch.testing.assert_close(got.double(), expected(x, gate_up, down, logits, chosen, False), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -41,10 +42,9 @@ def test_an_expert_that_all_tokens_choose_and_ones_that_none_does(backend: str) 
     generator = torch.Generator().manual_seed(0)
     x, gate_up, down = (torch.randn(shape, generator=generator) for shape in ((6, 16), (5, 24, 16), (5, 16, 12)))
     down[3] = torch.nan  # of an expert without tokens
-    ids = torch.tensor([[4, 0]] * 6, dtype=torch.int32)
-    weights = torch.rand(6, 2, generator=generator)
-    got = BACKENDS[backend](x, gate_up, down, weights, ids)
+    logits = torch.rand(6, 5, generator=generator) + torch.tensor([10, 0, 0, 0, 20])
+    got = BACKENDS[backend](x, gate_up, down, logits, 2, True)
     if backend == "reference":
         assert got.isnan().all()  # it computes them all the same
     else:
-        torch.testing.assert_close(got.double(), expected(x, gate_up, down, weights, ids), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.double(), expected(x, gate_up, down, logits, 2, True), rtol=1e-4, atol=1e-4)

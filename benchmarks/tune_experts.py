@@ -1,0 +1,305 @@
+"""Finds the fastest configurations of a mixture of experts, for the shapes of models: `python -m benchmarks tune-experts`.
+
+A pool of processes compiles the candidates; then all launches of the experts are timed together, over replays of a graph: first with
+one configuration of gate and up after the other, then, beside the fastest of these, of down. What is fastest for a number of tokens is
+written to the table of this GPU (`kernels/tuning_*.json`).
+"""
+
+import copy
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.launches import DTYPE, Launch, randn, time_launches
+from benchmarks.report import Report, Value
+from benchmarks.workload import config_file
+from kernels.moe import moe, moe_torch
+from kernels.moe_few import FewConfig, moe_few_triton
+from kernels.moe_grouped import MOST_RANKED_TOKENS, GroupedConfig, grouped_product_triton, moe_grouped_triton
+from kernels.routing import assign_triton
+from kernels.silu_and_mul import silu_and_mul
+from kernels.tuning import Table, file_name, table
+from services.worker.engine.roofline import Shape
+from shared.errors import ConfigError
+
+TOKENS = (1, 8, 128, 16384, 1024, 256, 32, 2, 4, 16)  # those first that matter most, for the time may be short
+FEW_TOKENS = 8
+LIBRARY_TOKENS = 1024  # from here on torch's grouped product is tried beside
+REPLAYS, ROUTES = 4, 8
+PROCESSES = 14
+MAX_ERROR = 0.02  # of a row, relative
+
+
+class Mixture(NamedTuple):
+    experts: int
+    choices: int
+    hidden: int
+    inner: int
+
+    @classmethod
+    def of(cls, model: str) -> "Mixture":
+        """By the name of its shape. Raises ConfigError for a dense one."""
+        shape = Shape.from_config(json.loads(config_file(model).read_text()))
+        if shape.experts == 1:
+            raise ConfigError(f"{model} has no experts to tune")
+        return cls(shape.experts, shape.experts_per_token, shape.hidden_size, shape.intermediate_size)
+
+    def weight_bytes(self, chosen: float) -> float:
+        """Of so many experts."""
+        return chosen * 3 * self.hidden * self.inner * DTYPE.itemsize
+
+
+class Weights(NamedTuple):
+    gate_up: Tensor
+    down: Tensor
+
+
+def _few_candidates() -> Iterator[FewConfig]:
+    """gate and up varied first, then down: all others are at the first of theirs."""
+    gate_ups = [(8, 1, 1, 8), (4, 1, 1, 8), (2, 12, 4, 8), (2, 12, 4, 4), (4, 6, 3, 8), (1, 24, 6, 4), (2, 4, 4, 4)]
+    downs = [(1, 8, 4, 4), (2, 4, 3, 4), (1, 1, 1, 4), (1, 4, 4, 4), (2, 1, 1, 8)]
+    for gate_up, down in product(gate_ups, downs):
+        yield FewConfig(*gate_up, *down)
+
+
+def _grouped_candidates(mixture: Mixture, tokens: int, gated: bool) -> Iterator[GroupedConfig]:
+    """Rows of a tile about the mean of an expert's."""
+    mean = tokens * mixture.choices / mixture.experts
+    if mean <= 32:
+        rows = (16,) if mean <= 8 else (16, 32)
+        pointed = [(32, 256, 4, 3), (16, 256, 4, 4), (64, 128, 4, 3)] if gated else [(64, 128, 4, 4), (32, 256, 4, 3), (128, 128, 4, 3)]
+        copied = [(32, 256, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4)] if gated else [(64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3)]
+        for height, tile, ahead in product(rows, pointed, (0, 2)):
+            yield GroupedConfig(height, *tile, 0, ahead)
+        yield from (GroupedConfig(height, *tile, 1, 0) for height, tile in product(rows, copied))
+    elif mean <= 96:
+        tiles = (
+            [(64, 64, 64, 4, 4), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 64, 4, 3), (128, 64, 64, 8, 4), (128, 64, 64, 4, 3)]
+            if gated
+            else [
+                (64, 128, 64, 4, 4),
+                (64, 128, 64, 4, 3),
+                (64, 256, 64, 8, 3),
+                (128, 128, 64, 8, 4),
+                (128, 128, 64, 4, 3),
+                (64, 64, 128, 4, 3),
+            ]
+        )
+        yield from (GroupedConfig(*tile, 1, 0) for tile in tiles)
+        yield from (GroupedConfig(*tile, 0, ahead) for tile, ahead in product(tiles[1:2], (0, 2)))
+    else:
+        tiles = (
+            [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 64, 8, 4), (64, 128, 64, 4, 3),
+             (256, 64, 64, 8, 3), (128, 128, 128, 8, 2)]
+            if gated
+            else [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3),
+                  (128, 256, 128, 8, 2), (64, 256, 64, 4, 3)]
+        )  # fmt: skip
+        yield from (GroupedConfig(*tile, 1, 0) for tile in tiles)
+        yield GroupedConfig(*tiles[0], 0, 0)
+
+
+class Job(NamedTuple):
+    """What one kernel, or the two of few tokens, is compiled for."""
+
+    mixture: Mixture
+    gated: bool
+    tuned: FewConfig | GroupedConfig
+
+
+def _jobs(mixture: Mixture, counts: Iterable[int]) -> list[Job]:
+    found = dict.fromkeys(
+        Job(mixture, gated, tuned) for tokens in counts for gated in (True, False) for tuned in _grouped_candidates(mixture, tokens, gated)
+    )
+    few = list(_few_candidates())
+    return [*found, *(Job(mixture, True, tuned) for tuned in few if tuned[:4] == few[0][:4] or tuned[4:] == few[0][4:])]
+
+
+def compile_jobs(jobs: Sequence[Job]) -> None:
+    """Compiles each, into the cache that all processes share; no expert has a token."""
+    for mixture, gated, tuned in jobs:
+        inner, hidden, experts = mixture.inner, mixture.hidden, mixture.experts
+        tokens = 2
+        weights = Weights(*(torch.empty(experts, *each, device="cuda", dtype=DTYPE) for each in ((2 * inner, hidden), (hidden, inner))))
+        x = torch.zeros(tokens * mixture.choices, hidden if gated else inner, device="cuda", dtype=DTYPE)
+        try:
+            if isinstance(tuned, FewConfig):
+                logits = torch.zeros(tokens, experts, device="cuda", dtype=DTYPE)
+                moe_few_triton(x[:tokens], *weights, logits, mixture.choices, True, tuned)
+            else:
+                order = torch.zeros(experts, tokens, device="cuda", dtype=torch.int32)
+                grouped_product_triton(x, weights[0 if gated else 1], order, order[:, 0].contiguous(), mixture.choices, gated, tuned)
+        except OutOfResources as error:
+            print(f"{tuned}: {error}", flush=True)
+
+
+def compile_assignment(mixture: Mixture, tokens: int) -> None:
+    """What finds the experts of so many tokens, and the experts as they stand."""
+    inner, hidden, experts = mixture.inner, mixture.hidden, mixture.experts
+    weights = Weights(*(torch.empty(experts, *each, device="cuda", dtype=DTYPE) for each in ((2 * inner, hidden), (hidden, inner))))
+    logits, x = torch.zeros(tokens, experts, device="cuda", dtype=DTYPE), torch.zeros(tokens, hidden, device="cuda", dtype=DTYPE)
+    moe(x, *weights, logits, mixture.choices, True)
+    assign_triton(logits, mixture.choices, True, tokens > MOST_RANKED_TOKENS)
+
+
+class Routed(NamedTuple):
+    """Tokens, and what a router says of them."""
+
+    x: Tensor
+    logits: Tensor
+
+
+class Few(NamedTuple):
+    us: float
+    tuned: FewConfig
+
+
+class Grouped(NamedTuple):
+    us: float
+    tuned: tuple[GroupedConfig, GroupedConfig]
+
+
+class Case:
+    """So many tokens; a few of them with several routes, so that the weights come from memory."""
+
+    def __init__(self, mixture: Mixture, weights: Weights, tokens: int) -> None:
+        self.mixture, self.weights, self.tokens = mixture, weights, tokens
+        routes = ROUTES if tokens <= 32 else 1
+        self.routed = [Routed(randn(tokens, mixture.hidden), randn(tokens, mixture.experts)) for _ in range(routes)]
+        first = self.routed[0]
+        self.expected = moe_torch(first.x, *weights, first.logits, mixture.choices, True).float()
+        chosen = [len(each.logits.topk(mixture.choices).indices.unique()) for each in self.routed]
+        self.weight_bytes = mixture.weight_bytes(sum(chosen) / routes)
+        self.operations = 6.0 * tokens * mixture.choices * mixture.hidden * mixture.inner
+
+    def time(self, what: str, computes: Callable[[Routed], Tensor]) -> float | None:
+        """Microseconds; None, and a line that tells, where it does not fit or computes something else."""
+        try:
+            got = computes(self.routed[0]).float()
+        except OutOfResources:
+            return None
+        error = float(((got - self.expected).norm(dim=1) / self.expected.norm(dim=1)).max())
+        if not error < MAX_ERROR:
+            print(f"WRONG: {self.tokens} tokens, {what}: error {error:.3g}", flush=True)
+            return None
+        launches: list[Launch] = [partial(computes, each) for each in self.routed]
+        return time_launches(launches, REPLAYS).median_us
+
+    def standing(self, each: Routed) -> Tensor:
+        return moe(each.x, *self.weights, each.logits, self.mixture.choices, True)
+
+    def few(self, tuned: FewConfig, each: Routed) -> Tensor:
+        return moe_few_triton(each.x, *self.weights, each.logits, self.mixture.choices, True, tuned)
+
+    def grouped(self, tuned: tuple[GroupedConfig, GroupedConfig], each: Routed) -> Tensor:
+        return moe_grouped_triton(each.x, *self.weights, each.logits, self.mixture.choices, True, *tuned)
+
+    def best_few(self) -> Few | None:
+        times: list[Few] = []
+        candidates = list(_few_candidates())
+        for part in (slice(0, 4), slice(4, None)):  # gate and up, then down
+            best = min(times).tuned if times else candidates[0]
+            for tuned in candidates:
+                fixed = slice(4, None) if part.start == 0 else slice(0, 4)
+                if tuned[fixed] == best[fixed] and (us := self.time(str(tuned), partial(self.few, tuned))) is not None:
+                    times.append(Few(us, tuned))
+        for us, tuned in sorted(times)[:4]:
+            print(f"  {self.tokens} tokens: {us:.1f} us {[*tuned]}", flush=True)
+        return min(times, default=None)
+
+    def best_grouped(self) -> Grouped | None:
+        times: list[Grouped] = []
+        firsts, seconds = (list(_grouped_candidates(self.mixture, self.tokens, gated)) for gated in (True, False))
+        for first in firsts:
+            self._try(times, (first, seconds[0]))
+        best = min(times).tuned[0] if times else firsts[0]
+        for second in seconds[1:]:
+            self._try(times, (best, second))
+        for us, pair in sorted(times)[:4]:
+            print(f"  {self.tokens} tokens: {us:.1f} us {[[*each] for each in pair]}", flush=True)
+        return min(times, default=None)
+
+    def _try(self, times: list[Grouped], pair: tuple[GroupedConfig, GroupedConfig]) -> None:
+        if (us := self.time(str(pair), partial(self.grouped, pair))) is not None:
+            times.append(Grouped(us, pair))
+
+    def library(self) -> float | None:
+        """With torch's grouped products, and given the order of the rows, which ours have to find."""
+        first, choices = self.routed[0], self.mixture.choices
+        probabilities, order, counts = assign_triton(first.logits, choices, False, True)
+        rows = torch.cat([order[expert, :count] for expert, count in enumerate(counts.tolist())]).long()
+        places, offsets, weights = rows.argsort(), counts.cumsum(0).int(), [each.transpose(1, 2) for each in self.weights]
+        shares = (probabilities / probabilities.sum(dim=1, keepdim=True)).to(DTYPE)[:, None]
+
+        def compute(each: Routed) -> Tensor:
+            activated = silu_and_mul(torch._grouped_mm(each.x[rows // choices], weights[0], offs=offsets))
+            results = torch._grouped_mm(activated, weights[1], offs=offsets)[places]
+            return torch.bmm(shares, results.view(self.tokens, choices, -1))[:, 0]
+
+        return self.time("torch._grouped_mm", compute)
+
+
+def tune_experts(models: Sequence[str], tokens: Sequence[int], limit_s: float, out: Path) -> Report:
+    """Needs a GPU; what is not reached within the time stays as it is in the table of this GPU. Raises ConfigError without one."""
+    if not torch.cuda.is_available():
+        raise ConfigError("experts are tuned on a GPU, and none is here")
+    deadline = time.monotonic() + limit_s
+    mixtures = list(dict.fromkeys(Mixture.of(model) for model in models))
+    jobs = [job for mixture in mixtures for job in _jobs(mixture, tokens)]
+    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(compile_assignment, mixture, count) for mixture in mixtures for count in tokens]
+        list(pool.map(compile_jobs, [jobs[first::PROCESSES] for first in range(PROCESSES)]))
+        for each in waiting:
+            each.result()
+    print(f"{len(jobs)} candidates are compiled, {deadline - time.monotonic():.0f} s left", flush=True)
+    tuned_table, path = copy.deepcopy(table(torch.device("cuda", 0))), out / file_name(torch.cuda.get_device_name())
+    out.mkdir(parents=True, exist_ok=True)
+    lines: list[Sequence[Value]] = []
+    for mixture in mixtures:
+        gate_up = randn(mixture.experts, 2 * mixture.inner, mixture.hidden) / mixture.hidden**0.5
+        weights = Weights(gate_up, randn(mixture.experts, mixture.hidden, mixture.inner) / mixture.inner**0.5)
+        for count in tokens:
+            if time.monotonic() > deadline:
+                break
+            lines.append(_decide(Case(mixture, weights, count), tuned_table))
+            path.write_text(json.dumps(tuned_table, indent=1, sort_keys=True) + "\n")
+    return Report(
+        name="tune-experts",
+        columns=("experts", "tokens", "now us", "few us", "grouped us", "library us", "TB/s", "TFLOP/s", "configuration"),
+        rows=lines,
+        notes=(f"route and all that follows; the table is in {path}: copy it to kernels/",),
+    )
+
+
+def _decide(case: Case, tuned_table: Table) -> Sequence[Value]:
+    """Times the candidates, and writes the winner into the table; a line of the report."""
+    now_us = case.time("as it stands", case.standing)
+    few = case.best_few() if case.tokens <= FEW_TOKENS else None
+    grouped = case.best_grouped()
+    library_us = case.library() if case.tokens >= LIBRARY_TOKENS else None
+    name = "{}x{}x{}x{}".format(*case.mixture)
+    entries = tuned_table.setdefault("moe", {}).setdefault(name, {})
+    entries.pop(str(case.tokens), None)
+    found: list[tuple[float, list[int]]] = []
+    if few is not None:
+        found.append((few.us, [*few.tuned]))
+    if grouped is not None:
+        found.append((grouped.us, [number for config in grouped.tuned for number in config]))
+    if not found:
+        return name, case.tokens, now_us, None, None, library_us, None, None, None
+    us, numbers = min(found)
+    entries[str(case.tokens)] = numbers
+    rates = case.weight_bytes / us / 1e6, case.operations / us / 1e6
+    line = name, case.tokens, now_us, few and few.us, grouped and grouped.us, library_us, *rates, str(numbers)
+    print(*line, flush=True)
+    return line
