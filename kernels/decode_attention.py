@@ -37,7 +37,8 @@ def decode_attention(
     `window` of them. Length 0 gives zeros. Whatever lies in pages or table entries past the length is never used.
     splits: shares that a row is cut into at most, chosen by shape if None; with a fixed number a row's result does not depend
     on the batch, and never on the order in which shares are ready. On a GPU, calls on different streams of one device must not
-    overlap, since they share counters; slots and lengths must not come from the kernel just before; N must be a power of two.
+    overlap, since they share counters; slots, lengths and page_table must not come from the two kernels just before; N must be a
+    power of two.
     out: a contiguous tensor for the result.
     """
     if q.is_cuda:
@@ -89,6 +90,7 @@ def config(head_size: int, element_bytes: int) -> Config:
 
 
 MAX_SPLITS = 32
+CHUNK_OF_WARP = 2048  # elements of shares that a warp puts together at a time: 64 registers a thread
 
 
 def choose_splits(rows: int, kv_heads: int, positions: int, device: torch.device, least: int = 1) -> int:
@@ -125,23 +127,24 @@ def decode_attention_triton(
     if splits > 1 and rows * kv_heads > MAX_COUNTERS:
         raise ValueError(f"splits must be 1 for {rows} rows of {kv_heads} KV heads, got {splits}")
     partial = q.new_empty(rows * kv_heads * splits * group * (head_size + 2) if splits > 1 else 0, dtype=torch.float32)
-    _kernel[(kv_heads, rows, splits)](
+    splits_block, heads_block, head_block = next_power_of_2(splits), next_power_of_2(group), next_power_of_2(head_size)
+    chunk = max(min(splits_block, warps * CHUNK_OF_WARP // (heads_block * head_block)), 1)
+    _decode_attention_kernel[(kv_heads, rows, splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, partial, counters(q.device),
         scale * math.log2(math.e), *q.stride()[:2], max_pages, window or 0,
-        kv_heads, group, head_size, page_size, window is not None, splits,
-        next_power_of_2(splits), next_power_of_2(group), max(next_power_of_2(group), 16),
-        next_power_of_2(head_size), block, stages, num_warps=warps, **pdl_options(q.device),
+        kv_heads, group, head_size, page_size, window is not None, splits, splits_block, chunk, heads_block, max(heads_block, 16),
+        head_block, block, stages, num_warps=warps, **pdl_options(q.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _kernel(
+def _decode_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr, lengths_ptr, out_ptr, partial_ptr, counters_ptr,
     scale_log2, q_row_stride, q_head_stride, max_pages, window,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, HEADS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
@@ -205,34 +208,39 @@ def _kernel(
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == shares - 1:
                 tl.store(counter_ptr, 0)
                 out_ptr += (row * K + kv_head) * (G * H)
-                _combine(out_ptr, group_ptr, best_ptr, total_ptr, shares, G, H, SPLITS, SPLITS_BLOCK, HEADS_BLOCK, HEAD_BLOCK)
+                _combine(out_ptr, group_ptr, best_ptr, total_ptr, shares, G, H, SPLITS_BLOCK, CHUNK, HEADS_BLOCK, HEAD_BLOCK)
 
 
 @triton.jit
 def _combine(
-    out_ptr, weighted_ptr, best_ptr, total_ptr, shares, G: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    out_ptr, weighted_ptr, best_ptr, total_ptr, shares, G: tl.constexpr, H: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Puts the shares of a row and KV head together, in their order: `[shares, G, H]`, `[shares, G]` and `[shares, G]` -> `[G, H]`.
+    """Puts the shares of a row and KV head together, in a fixed order: `[shares, G, H]`, `[shares, G]` and `[shares, G]` -> `[G, H]`.
 
-    Heads are padded to a power of two, not to the 16 of a tensor core's tile: all threads share these few.
+    Heads are padded to a power of two, not to the 16 of a tensor core's tile: all threads share these few. CHUNK shares are one
+    tensor, so that their loads go out together: between those of two tensors Triton puts barriers that wait for the first.
     """
-    head, dimension, split = tl.arange(0, HEADS_BLOCK), tl.arange(0, HEAD_BLOCK), tl.arange(0, SPLITS_BLOCK)
-    inside = (head < G)[:, None] & (dimension < H)[None, :]
-    present = (split < shares)[:, None] & (head < G)[None, :]
-    place = split[:, None] * G + head[None, :]
-    bests = tl.load(best_ptr + place, mask=present, other=-1e38, cache_modifier=".cg")
-    totals = tl.load(total_ptr + place, mask=present, other=0.0, cache_modifier=".cg")
-    best = tl.max(bests, axis=0)
-    total = tl.sum(totals * tl.exp2(bests - best[None, :]), axis=0)
+    head, dimension = tl.arange(0, HEADS_BLOCK), tl.arange(0, HEAD_BLOCK)
+    best = tl.full([HEADS_BLOCK], -1e38, tl.float32)
+    total = tl.zeros([HEADS_BLOCK], tl.float32)
     weighted = tl.zeros([HEADS_BLOCK, HEAD_BLOCK], tl.float32)
-    for share in tl.static_range(SPLITS):  # unrolled, so that the loads go out together
-        is_share = share < shares
-        share_best = tl.load(best_ptr + share * G + head, mask=(head < G) & is_share, other=-1e38, cache_modifier=".cg")
-        share_ptr = weighted_ptr + (share * G + head)[:, None] * H + dimension[None, :]
-        share_weighted = tl.load(share_ptr, mask=inside & is_share, other=0.0, cache_modifier=".cg")
-        weighted += share_weighted * tl.exp2(share_best - best)[:, None]
-    tl.store(out_ptr + head[:, None] * H + dimension[None, :], weighted / tl.where(total > 0, total, 1.0)[:, None], mask=inside)
+    for first in tl.static_range(0, SPLITS_BLOCK, CHUNK):
+        share = first + tl.arange(0, CHUNK)
+        present = (share < shares)[:, None] & (head < G)[None, :]
+        inside = present[:, :, None] & (dimension < H)[None, None, :]
+        place = share[:, None] * G + head[None, :]
+        each = tl.load(weighted_ptr + place[:, :, None] * H + dimension[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        bests = tl.load(best_ptr + place, mask=present, other=-1e38, cache_modifier=".cg")
+        totals = tl.load(total_ptr + place, mask=present, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, tl.max(bests, axis=0))
+        shrink, factors = tl.exp2(best - new_best), tl.exp2(bests - new_best[None, :])
+        total = total * shrink + tl.sum(totals * factors, axis=0)
+        weighted = weighted * shrink[:, None] + tl.sum(each * factors[:, :, None], axis=0)
+        best = new_best
+    inside_head = (head < G)[:, None] & (dimension < H)[None, :]
+    result = weighted / tl.where(total > 0, total, 1.0)[:, None]  # heads of the padding have no total
+    tl.store(out_ptr + head[:, None] * H + dimension[None, :], result, mask=inside_head)
 
 
 @triton.jit

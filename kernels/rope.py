@@ -127,8 +127,8 @@ def _rope_and_store_kernel(
     sin = tl.load(row + HALF, mask=frequency < HALF, other=0.0)
     location = tl.load(locations_ptr + token)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # first: attention has to ask for keys and values of earlier steps, see launch.py
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     q_blocks: tl.constexpr = (Q + HEADS - 1) // HEADS
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)[:, None]
