@@ -172,11 +172,13 @@ class Group:
         self._gathering.on_arrival(now, alone=not len(self.waiting), step_us=step_us)
         self.waiting.push(request)
         if not followed:
+            self.occupancy.finalise_passed()
             self._advance(now)
 
     def on_time(self, now: float) -> None:
         """Time has passed, or all have come that come together."""
         self._waking = False
+        self.occupancy.finalise_passed()
         self._advance(now)
 
     def end(self, request: Request, end: End, now: float) -> None:
@@ -200,11 +202,15 @@ class Group:
         self._learn(result, plan, now)
         self.results.take(result, plan, extremes, self._next_plan_id - 1)
         del self._outstanding[result.plan_id]  # not before: what is on its way for a slot that is given up has been taken
+        wake = self._wake if self.occupancy.retired and not self.load else None  # nobody has a use yet for what is freed
         if result.plan_id == self.passed + 1:
             self.occupancy.passed = next(iter(self._outstanding), self._next_plan_id) - 1
             self._gathering.on_result(self._queued_us, self.lead.round_trip_us, now)
-            self.occupancy.finalise_passed()
+            if wake is None:
+                self.occupancy.finalise_passed()
         self._advance(now)
+        if wake is not None:
+            wake(0.0)  # to finalise then: tokens would wait for it, 20 us a slot
         return greatest >= 0
 
     def _learn(self, result: StepResult, plan: Outstanding, now: float) -> None:

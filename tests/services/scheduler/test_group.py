@@ -54,6 +54,20 @@ class Harness:
             self.step()
 
 
+def test_tokens_do_not_wait_until_a_slot_is_free_that_nobody_wants_yet() -> None:
+    wakes: list[float] = []
+    harness = Harness(wake=wakes.append)
+    harness.submit(1, [1, 2, 3], 1)
+    harness.step()
+    assert len(harness.ended) == 1
+    assert (wakes, harness.group.slots.num_free) == ([0.0], LIMITS.slots - 1)
+    harness.submit(2, [4, 5], 1)  # who comes before that frees it, too
+    assert harness.group.slots.num_free == LIMITS.slots - 1
+    harness.finish()
+    harness.group.on_time(0.0)
+    assert harness.group.slots.num_free == LIMITS.slots
+
+
 def test_plans_go_ahead_of_results_but_never_past_the_end() -> None:
     harness = Harness()
     request = harness.submit(1, [1, 2, 3], 3)

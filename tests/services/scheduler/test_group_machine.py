@@ -360,6 +360,8 @@ class GroupMachine(RuleBasedStateMachine):
                 self.compute(3, jumps=True)
             if self.results:
                 self.return_results(3, 100)
+        while self.wakes:
+            self.wake(0)
         group = self.group
         assert not self.live
         assert not group.waiting.tokens

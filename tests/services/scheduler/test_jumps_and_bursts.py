@@ -124,6 +124,8 @@ class JumpMachine(RuleBasedStateMachine):
         while len(self.order) or self.results:
             self.launch(3)
             self.return_results(3)
+        while self.wakes:
+            self.wake()
         assert not self.live
         assert not self.group.num_outstanding
         assert self.group.slots.num_free == LIMITS.slots
