@@ -224,7 +224,7 @@ def test_a_killed_worker_ends_the_call_and_says_which(model: Path, script: Calla
         ({"groups": 0}, "groups: at least 1"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_told_at_start(tiny_model: Path, settings: dict[str, int], told: str) -> None:
+def test_a_setting_that_does_not_fit_is_told_at_start(tiny_model: Path, settings: dict[str, Any], told: str) -> None:
     before = children()
     with pytest.raises(ConfigError) as caught:
         LLM(tiny_model, progress=False, **settings)
