@@ -112,9 +112,10 @@ def _tile_candidates(each: Product, rows: int) -> Iterator[Config]:
 
 def _tall_candidates(each: Product, rows: int) -> Iterator[Config]:
     """64 or 128 columns on the tall side, where a warp group multiplies them from shared memory, and 8 rows are no more than 8."""
-    for columns, splits, (inner, stages) in product((64, 128), (1, 2, 3, 4, 5, 8), ((64, 6), (128, 3), (128, 5), (256, 3), (512, 3))):
-        if _fills(each, max(8, rows), columns, inner, splits, stages):
-            yield Config(max(8, rows), columns, inner, splits, 4 if columns == 64 else 8, stages, 0, weights_first=1)
+    steps = ((64, 6), (128, 3), (128, 5), (256, 3), (512, 3))
+    for row_block, columns, splits, (inner, stages) in product((8, 16, 32, 64), (64, 128), (1, 2, 3, 4, 5, 8), steps):
+        if row_block in (max(8, rows), max(16, rows)) and _fills(each, row_block, columns, inner, splits, stages):
+            yield Config(row_block, columns, inner, splits, 4 if columns == 64 else 8, stages, 0, weights_first=1)
 
 
 def _fills(each: Product, row_block: int, columns: int, inner: int, splits: int, stages: int) -> bool:

@@ -17,9 +17,9 @@ from benchmarks.candidates import products
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.launches import DTYPE, L2_BYTES, REPLAYS, Case, Launch, randn, time_launches
 from benchmarks.peers import PEERS
+from benchmarks.products import Inputs, launches_of
 from benchmarks.report import Report, Value
 from benchmarks.slot_cases import logprob_cases, penalty_cases, sampling_cases, state_cases
-from benchmarks.tune import Inputs, launches_of
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
 from kernels.linear import Unscaled, begins_norm, gated_linear, linear, linear_add_norm

@@ -24,6 +24,8 @@ from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
 from kernels.tuning import table
 
 MAX_ROWS = 64  # of a product that the kernel is considered for
+# Asked for before the wait: what memory gives while the kernel before ends and this one begins. Programs that start later need not ask.
+AHEAD_BYTES = 8 << 20
 
 
 class Unscaled(NamedTuple):
@@ -178,10 +180,11 @@ def _launch(
     even = size % (tuned.inner_block * tuned.splits) == 0 and columns % tuned.column_block == 0
     steps_ahead = tuned.prefetch if size * weight.element_size() % 16 == 0 else 0  # where the copy engine can address the rows
     early = size // (tuned.inner_block * tuned.splits) if even and tuned.row_block == 1 and tuned.stages == 1 else 0
+    asked_bytes = max(steps_ahead, 1) * tuned.inner_block * tuned.column_block * (2 if gated else 1) * weight.element_size()
     residual, norm, squares = added or (None, None, None)
     _linear_kernel[(column_tiles, tuned.splits, row_tiles)](
         x, weight, bias, y, partial, counters(x.device), residual, norm, squares, read_squares,
-        rows, columns, size, x.stride(0), parts, eps,
+        rows, columns, size, x.stride(0), parts, cdiv(AHEAD_BYTES, asked_bytes), eps,
         gated, bias is not None, added is not None, next_power_of_2(parts) if parts else 0, even, early, tuned.weights_first == 1,
         tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block, tuned.stages, steps_ahead,
         num_warps=tuned.warps, **pdl_options(x.device),
@@ -189,15 +192,15 @@ def _launch(
     return y
 
 
-@triton.jit(do_not_specialize=["rows"])  # one kernel for all sizes of batch, or a worker would compile it for each kind of them
+@triton.jit(do_not_specialize=["rows", "asking"])  # one kernel for all sizes of batch, or a worker would compile it for each kind of them
 def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, residual_ptr, norm_ptr, squares_ptr, read_squares_ptr,
-    rows, columns, size, row_stride, parts, eps,
+    rows, columns, size, row_stride, parts, asking, eps,
     GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ADD: of `linear_add_norm`. PARTS: of the squares of Unscaled rows, padded; 0: they are scaled.
+    """asking: programs that ask ahead. ADD: of `linear_add_norm`. PARTS: of the squares of Unscaled rows, padded; 0: they are scaled.
 
     EVEN: shares are whole steps and tiles full of columns, so that weights need no mask. EARLY: steps of a share of one row, whose
     weights are in registers before the wait; 0: none are.
@@ -225,10 +228,11 @@ def _linear_kernel(
         residual = tl.load(residual_ptr + place, mask=inside, other=0.0)
         norm = tl.load(norm_ptr + column, mask=in_columns, other=0.0)
     if PDL:
-        if PREFETCH and not EARLY:
-            _ask_ahead(gate_ptr, begin, end, in_columns, INNER, PREFETCH)
-            if GATED:
-                _ask_ahead(up_ptr, begin, end, in_columns, INNER, PREFETCH)
+        if PREFETCH and not EARLY:  # noqa: SIM102 - the one is known when it compiles, the other when it runs
+            if column_tile + split * tl.num_programs(0) < asking:
+                _ask_ahead(gate_ptr, begin, end, in_columns, INNER, PREFETCH)
+                if GATED:
+                    _ask_ahead(up_ptr, begin, end, in_columns, INNER, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
