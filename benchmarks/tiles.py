@@ -15,19 +15,23 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels import KVCache
+from benchmarks.kernels import PAGE_SIZE, KVCache
 from benchmarks.launches import L2_BYTES, Launch, randn, time_launches
 from benchmarks.report import Report, Value
 from kernels import decode_attention, prefill_attention
 from kernels.decode_attention import decode_attention_triton
+from kernels.linear import linear
 from kernels.prefill_attention import prefill_attention_triton
+from kernels.rope import rope_and_store
 from shared.errors import ConfigError
 
 REPLAYS = 5
 FASTEST = 4  # of a case, that are shown
 PROCESSES = 14
 PREFILLS = ((16, 8, 1, 8192), (16, 8, 16, 1024), (40, 8, 1, 8192), (40, 8, 16, 1024), (32, 8, 64, 256))  # heads, rows, length
-DECODE_LENGTH = 1088
+DECODES = ((16, 8, 1024), (32, 8, 4096), (40, 8, 5120))  # heads, hidden size
+DECODE_SPLITS = {1: (8, 16, 32), 4: (8, 16), 8: (4, 6, 8), 16: (2, 3, 4), 32: (1, 2), 64: (1, 2), 256: (1,)}  # by rows
+DECODE_LENGTHS = (1024, 1152)
 DECODE_CONFIGS = tuple(
     decode_attention.Config(*each)
     for each in ((32, 2, 3), (32, 2, 4), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3))
@@ -69,24 +73,43 @@ def _prefills() -> Iterator[Candidate]:
             yield Candidate("prefill_attention", f"{rows} x {length}, {q_heads} / {kv_heads}", str([*tuned]), [launch], work, 0.0)
 
 
+class Neighbours:
+    """Decode attention as it is in a layer: behind the QKV product and the rotation, before the output's product.
+
+    Alone, behind itself, other configurations win: there it shares multiprocessors with nobody.
+    """
+
+    def __init__(self, q_heads: int, kv_heads: int, hidden: int, cache: KVCache, slots: Tensor) -> None:
+        self.cache, self.slots, self.counts = cache, slots, [q_heads, kv_heads, kv_heads]
+        self.x, self.norm, self.table = randn(len(slots[0]), hidden), randn(128), torch.randn(8192, 128, device="cuda")
+        copies = range(len(slots))
+        self.qkv = [randn(sum(self.counts) * 128, hidden) / hidden**0.5 for _ in copies]
+        self.output = [randn(hidden, q_heads * 128) / hidden**0.5 for _ in copies]
+        self.positions = cache.lengths - 1
+        pages = cache.page_table[slots.long(), (self.positions // PAGE_SIZE).long()].long()
+        self.locations = pages * PAGE_SIZE + self.positions % PAGE_SIZE
+
+    def __call__(self, copy: int, tuned: decode_attention.Config, splits: int) -> Tensor:
+        cache, norm = self.cache, self.norm
+        q, k, v = linear(self.x, self.qkv[copy]).view(len(self.x), -1, 128).split(self.counts, dim=1)
+        q = rope_and_store(q, k, v, self.positions, self.table, self.locations[copy], cache.k, cache.v, norm, norm)
+        shared = cache.page_table, self.slots[copy], cache.lengths, 128**-0.5
+        y = decode_attention_triton(q, cache.k, cache.v, *shared, splits=splits, tuned=tuned)
+        return linear(y.flatten(1), self.output[copy])
+
+
 def _decodes() -> Iterator[Candidate]:
     """Few rows cut into as many shares as the kernel chooses, and into more and fewer; many rows whole."""
-    for q_heads, kv_heads in ((16, 8), (40, 8)):
-        for rows, splits in ((1, (8, 16, 32)), (8, (4, 8, 16)), (32, (1, 2, 4)), (256, (1,))):
-            copies = max(1, min(32, L2_BYTES // (rows * 2000 * kv_heads * 128) + 1))
-            cache, q = KVCache(rows, kv_heads, 128, DECODE_LENGTH, DECODE_LENGTH, copies), randn(rows, q_heads, 128)
+    for q_heads, kv_heads, hidden in DECODES:
+        for rows, splits in DECODE_SPLITS.items():
+            copies = max(2, min(16, L2_BYTES // (rows * 2000 * kv_heads * 128) + 1))
+            cache = KVCache(rows, kv_heads, 128, *DECODE_LENGTHS, copies)
+            layers = Neighbours(q_heads, kv_heads, hidden, cache, cache.slots)
+            element_bytes = 4.0 * cache.total_tokens * kv_heads * 128 + layers.qkv[0].nbytes + layers.output[0].nbytes
             for tuned, shares in product(DECODE_CONFIGS, splits):
-                launches: list[Launch] = [
-                    partial(
-                        decode_attention_triton,
-                        *(q, cache.k, cache.v, cache.page_table, slots, cache.lengths, 128**-0.5),
-                        splits=shares,
-                        tuned=tuned,
-                    )
-                    for slots in cache.slots
-                ]
-                case = f"{rows} x {DECODE_LENGTH}, {q_heads} / {kv_heads}"
-                yield Candidate("decode_attention", case, f"{[*tuned]} {shares}", launches, 0.0, 4.0 * cache.total_tokens * kv_heads * 128)
+                launches: list[Launch] = [partial(layers, copy, tuned, shares) for copy in range(copies)]
+                case = f"{rows} rows, {q_heads} / {kv_heads}"
+                yield Candidate("decode_attention", case, f"{[*tuned]} {shares}", launches, 0.0, element_bytes)
 
 
 KINDS: dict[str, Callable[[], Iterator[Candidate]]] = {
