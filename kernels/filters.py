@@ -10,7 +10,7 @@ import triton.language as tl
 from kernels.noise import gumbel_block
 from kernels.search import BLOCK, find_cut, gather, kth_largest_bound, logit_of, order_key, write_hits
 
-GATHERED_RUNS = tl.constexpr(64)  # at a time, by a program that leaves a row with more than there is room for to others
+GATHERED_RUNS = tl.constexpr(32)  # at a time, by a program that leaves a row with more than there is room for to others
 
 
 @triton.jit

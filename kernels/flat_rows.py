@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kernels.filters import choose_filtered
 from kernels.launch import pdl_options
-from kernels.noise import gumbel_block
-from kernels.search import BLOCK, LANES, PIVOTS, WARPS, WIDTH, above_pivots, even_pivots, logit_of, order_key
+from kernels.noise import gumbel_block, gumbel_of, uniform_block
+from kernels.search import BLOCK, LANES, LOG2_E, PIVOTS, WARPS, WIDTH, above_pivots, even_pivots, logit_of, order_key
 
-SHARES = 16  # of a row's columns
+SHARES = 16  # of a row's columns, to be measured
+SCORED_SHARES = 4  # to be scored: the longer a share, the more of it is known not to win before its noise is computed
 LIST = 8192  # ids between two pivots: twice what the estimate aims at
 SAMPLES = tl.constexpr(4)  # blocks of columns, evenly over the row
 ROUNDS = tl.constexpr(3)  # each cuts what is searched in nine
@@ -47,16 +48,13 @@ def _estimate(row_ptr, fails, holds, largest, temperature, top_p, columns, LIST:
     """Keys around where the sample's top-p ends, as far apart as LIST / 2 ids of the row should be."""
     every = columns // SAMPLES
     size = tl.minimum(every, BLOCK)
-    none = order_key(tl.full([PIVOTS], float("-inf"), tl.float32)).to(tl.int64)
-    _, masses = _above_in_sample(row_ptr, none, every, size, largest, temperature)
-    limit = top_p * tl.max(masses, axis=0)
     low, high = fails, holds
     above_low, above_high = SAMPLES * size, tl.full([], 0, tl.int32)
     spacing = (logit_of(high) - logit_of(low)) / (PIVOTS + 1)
     for _ in tl.static_range(ROUNDS):
         pivots = even_pivots(low, high)
-        counts, masses = _above_in_sample(row_ptr, pivots, every, size, largest, temperature)
-        failed = (masses >= limit) & (pivots < high)
+        counts, masses, mass = _above_in_sample(row_ptr, pivots, every, size, largest, temperature)
+        failed = (masses >= top_p * mass) & (pivots < high)
         above_low = tl.minimum(above_low, tl.min(tl.where(failed, counts, 2**30), axis=0))
         low = tl.maximum(low, tl.max(tl.where(failed, pivots, low), axis=0))
         least = tl.min(tl.where(failed, high, pivots), axis=0)
@@ -75,12 +73,19 @@ def _estimate(row_ptr, fails, holds, largest, temperature, top_p, columns, LIST:
 
 @triton.jit
 def _above_in_sample(row_ptr, pivots, every, size, largest, temperature):
-    counts, masses = tl.zeros([PIVOTS], tl.int32), tl.zeros([PIVOTS], tl.float32)
+    """As `above_pivots`, and the mass of all of the sample."""
+    above, mass_above = tl.zeros([PIVOTS, LANES], tl.int32), tl.zeros([PIVOTS, LANES], tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    limits, factor = logit_of(pivots)[:, None, None], LOG2_E / temperature
+    place = tl.arange(0, WIDTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     for block in range(SAMPLES):
-        more, mass = above_pivots(row_ptr + block * every, size, pivots, largest, temperature, 1)
-        counts += more
-        masses += mass
-    return counts, masses
+        logits = tl.load(row_ptr + block * every + place, mask=place < size, other=float("-inf")).to(tl.float32)
+        masses = tl.exp2((logits - largest) * factor)
+        is_above = logits[None, :, :] > limits
+        above += tl.sum(is_above.to(tl.int32), axis=1)
+        mass_above += tl.sum(tl.where(is_above, masses[None, :, :], 0.0), axis=1)
+        total += tl.sum(masses, axis=0)
+    return tl.sum(above, axis=1), tl.sum(mass_above, axis=1), tl.sum(total, axis=0)
 
 
 def settle_flat_rows(
@@ -100,19 +105,19 @@ def settle_flat_rows(
     counts = listed.new_empty(rows, SHARES, PIVOTS.value)
     masses = floats.new_empty(rows, SHARES, PIVOTS.value)
     list_ids, list_logits = listed.new_empty(rows, LIST), floats.new_empty(rows, LIST)
-    bests, winners = floats.new_empty(rows, SHARES), listed.new_empty(rows, SHARES)
+    bests, winners = floats.new_empty(rows, SCORED_SHARES), listed.new_empty(rows, SCORED_SHARES)
     by_slot = parameters[-1] is not None
     _measure_kernel[(SHARES, rows)](
         logits, plan, floats, counts, masses, parameters[0], parameters[-1], columns, stride, by_slot, SHARES, PLAN, FLOATS,
         num_warps=WARPS, **pdl,
     )  # fmt: skip
-    _score_kernel[(SHARES, rows)](
+    _score_kernel[(SCORED_SHARES, rows)](
         logits, plan, floats, counts, masses, listed, list_ids, list_logits, bests, winners, *parameters,
-        first, columns, stride, by_slot, SHARES, LIST, PLAN, FLOATS, num_warps=WARPS, **pdl,
+        first, columns, stride, by_slot, SHARES, SCORED_SHARES, LIST, PLAN, FLOATS, num_warps=WARPS, **pdl,
     )  # fmt: skip
     _settle_kernel[(rows,)](
         logits, ids, plan, floats, listed, list_ids, list_logits, bests, winners, *scratch, *parameters,
-        first, columns, stride, search[0], by_slot, SHARES, LIST, PLAN, FLOATS, *search[1:], num_warps=WARPS, **pdl,
+        first, columns, stride, search[0], by_slot, SCORED_SHARES, LIST, PLAN, FLOATS, *search[1:], num_warps=WARPS, **pdl,
     )  # fmt: skip
 
 
@@ -148,8 +153,11 @@ def _part(share, columns, SHARES: tl.constexpr):
 def _score_kernel(
     logits_ptr, plan_ptr, floats_ptr, counts_ptr, masses_ptr, listed_ptr, list_ids_ptr, list_logits_ptr, bests_ptr, winners_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr, first, columns, row_stride,
-    BY_SLOT: tl.constexpr, SHARES: tl.constexpr, LIST: tl.constexpr, PLAN: tl.constexpr, FLOATS: tl.constexpr, PDL: tl.constexpr,
+    BY_SLOT: tl.constexpr, SHARES: tl.constexpr, SCORED_SHARES: tl.constexpr, LIST: tl.constexpr, PLAN: tl.constexpr,
+    FLOATS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Of a column whose score would pass the best so far, 1 - uniform is below exp(logit / temperature - best): what is above is not
+    computed, and mostly that is all of a block."""
     share, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -178,30 +186,35 @@ def _score_kernel(
             tl.store(plan_ptr + NARROWED_HOLDS, holds)
             tl.store(floats_ptr + 2, mass_above)
         row_ptr = logits_ptr + row * row_stride
-        begin, size = _part(share, columns, SHARES)
+        begin, size = _part(share, columns, SCORED_SHARES)
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         winner = tl.full([BLOCK], 2**30, tl.int32)
-        for start in tl.range(begin, begin + size, BLOCK):
+        to_pass = tl.full([], float("-inf"), tl.float32)  # the best so far
+        above_fails, above_holds, factor = logit_of(fails), logit_of(holds), 1.0 / temperature
+        for start in tl.range(begin, begin + size, BLOCK, num_stages=3):
             column = start + tl.arange(0, BLOCK)
-            inside = column < begin + size
-            logits = tl.load(row_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
-            keys = order_key(logits)
-            wanted = (keys > fails) & (keys <= holds) & inside
+            logits = tl.load(row_ptr + column, mask=column < begin + size, other=float("-inf")).to(tl.float32)
+            wanted = (logits > above_fails) & (logits <= above_holds)
             place = tl.atomic_add(listed_ptr + row + tl.zeros([BLOCK], tl.int32), 1, mask=wanted, sem="relaxed")
             fits = wanted & (place < LIST)
             tl.store(list_ids_ptr + row * LIST + place, column, mask=fits)
             tl.store(list_logits_ptr + row * LIST + place, logits, mask=fits)
-            best, winner = _better(best, winner, logits, keys > holds, column, largest, temperature, min_p, seed, position, first)
+            kept = logits > above_holds
+            uniform = uniform_block(seed, position, first + column)
+            if tl.max((kept & (1 - uniform <= 1.001 * tl.exp(logits * factor - to_pass))).to(tl.int32), axis=0) > 0:
+                noise = gumbel_of(uniform)
+                best, winner = _better(best, winner, logits, kept, column, largest, temperature, min_p, noise)
+                to_pass = tl.max(best, axis=0)
         top, column = _winner(best, winner)
-        tl.store(bests_ptr + row * SHARES + share, top)
-        tl.store(winners_ptr + row * SHARES + share, column)
+        tl.store(bests_ptr + row * SCORED_SHARES + share, top)
+        tl.store(winners_ptr + row * SCORED_SHARES + share, column)
 
 
 @triton.jit
-def _better(best, winner, logits, kept, column, largest, temperature, min_p, seed, position, first):
+def _better(best, winner, logits, kept, column, largest, temperature, min_p, noise):
     """The best score that each lane has seen, and its column."""
     kept &= tl.exp((logits - largest) / temperature) >= tl.minimum(min_p, 1.0)
-    score = tl.where(kept, logits / temperature + gumbel_block(seed, position, first + column), float("-inf"))
+    score = tl.where(kept, logits / temperature + noise, float("-inf"))
     better = (score > best) | ((score == best) & (column < winner) & kept)
     return tl.where(better, score, best), tl.where(better, column, winner)
 
@@ -250,9 +263,8 @@ def _settle_kernel(
                     logits = tl.load(list_logits_ptr + index, mask=index < count, other=float("-inf"))
                     column = tl.load(list_ids_ptr + index, mask=index < count, other=2**30)
                     kept = (order_key(logits) >= cut) & (index < count)
-                    best, columns_of_best = _better(
-                        best, columns_of_best, logits, kept, column, largest, temperature, min_p, seed, position, first
-                    )
+                    noise = gumbel_block(seed, position, first + column)
+                    best, columns_of_best = _better(best, columns_of_best, logits, kept, column, largest, temperature, min_p, noise)
                 share = tl.arange(0, SHARES)
                 bests, winners = tl.load(bests_ptr + row * SHARES + share), tl.load(winners_ptr + row * SHARES + share)
                 of_shares, first_winner = _winner(bests, winners)

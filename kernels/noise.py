@@ -45,9 +45,19 @@ def _signed(constant: int) -> int:
 @triton.jit
 def gumbel_block(seed, position, ids):
     """`gumbel` of one row inside a kernel: seed int64, position int32, ids a block of int32."""
+    return gumbel_of(uniform_block(seed, position, ids))
+
+
+@triton.jit
+def uniform_block(seed, position, ids):
+    """What the noise is made of: above 0, below 1."""
     key = _finalise_block(seed.to(tl.uint64) + (position.to(tl.uint64) + 1) * GAMMA)
     bits = _finalise_block(key + (ids.to(tl.uint64) + 1) * GAMMA) >> UNIFORM_SHIFT
-    uniform = (bits.to(tl.int32).to(tl.float32) + 0.5) * UNIFORM_STEP
+    return (bits.to(tl.int32).to(tl.float32) + 0.5) * UNIFORM_STEP
+
+
+@triton.jit
+def gumbel_of(uniform):
     return -tl.log(-tl.log(uniform))
 
 
