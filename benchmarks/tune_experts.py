@@ -32,7 +32,7 @@ from kernels.tuning import Table, file_name, table
 from services.worker.engine.roofline import Shape
 from shared.errors import ConfigError
 
-TOKENS = (1, 8, 128, 16384, 1024, 256, 32, 2, 4, 16)  # those first that matter most, for the time may be short
+TOKENS = (1, 8, 128, 16384, 1024, 256, 32, 2048, 512, 4, 2, 16)  # those first that matter most, for the time may be short
 FEW_TOKENS = 8
 LIBRARY_TOKENS = 1024  # from here on torch's grouped product is tried beside
 REPLAYS, ROUTES = 4, 8
@@ -76,37 +76,39 @@ def _grouped_candidates(mixture: Mixture, tokens: int, gated: bool) -> Iterator[
     """Rows of a tile about the mean of an expert's."""
     mean = tokens * mixture.choices / mixture.experts
     if mean <= 32:
-        rows = (16,) if mean <= 8 else (16, 32)
-        pointed = [(32, 256, 4, 3), (16, 256, 4, 4), (64, 128, 4, 3)] if gated else [(64, 128, 4, 4), (32, 256, 4, 3), (128, 128, 4, 3)]
-        copied = [(32, 256, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4)] if gated else [(64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3)]
-        for height, tile, ahead in product(rows, pointed, (0, 2)):
-            yield GroupedConfig(height, *tile, 0, ahead)
-        yield from (GroupedConfig(height, *tile, 1, 0) for height, tile in product(rows, copied))
+        heights = (16,) if mean <= 8 else (16, 32)
+        pointed = [(32, 256, 4, 3), (64, 128, 4, 3)] if gated else [(64, 128, 4, 4), (32, 256, 4, 3), (128, 128, 4, 3)]
+        copied = [(32, 256, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4)] if gated else [(128, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3)]
+        tall = [(64, 128, 4, 3), (64, 64, 4, 6), (128, 64, 4, 3)] if gated else [(128, 128, 4, 3), (64, 128, 4, 5), (128, 64, 4, 4)]
+        yield from (GroupedConfig(height, *tile, 1, 0, 0) for height, tile in product(heights, copied))
+        yield from (GroupedConfig(height, *tile, 1, 0, 1) for height, tile in product((8, *heights), tall))
+        yield from (GroupedConfig(height, *tile, 0, ahead, 0) for height, tile, ahead in product(heights, pointed, (0, 2)))
+        yield from (GroupedConfig(height, *tall[0], 0, ahead, 1) for height, ahead in product(heights, (0, 2)))
     elif mean <= 96:
         tiles = (
-            [(64, 64, 64, 4, 4), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 64, 4, 3), (128, 64, 64, 8, 4), (128, 64, 64, 4, 3)]
+            [(64, 128, 64, 4, 3), (64, 128, 64, 8, 3), (64, 64, 64, 4, 3), (64, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 64, 64, 4, 3)]
             if gated
-            else [
-                (64, 128, 64, 4, 4),
-                (64, 128, 64, 4, 3),
-                (64, 256, 64, 8, 3),
-                (128, 128, 64, 8, 4),
-                (128, 128, 64, 4, 3),
-                (64, 64, 128, 4, 3),
-            ]
+            else [(128, 128, 64, 4, 3), (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 3), (128, 128, 64, 8, 4)]
         )
-        yield from (GroupedConfig(*tile, 1, 0) for tile in tiles)
-        yield from (GroupedConfig(*tile, 0, ahead) for tile, ahead in product(tiles[1:2], (0, 2)))
+        yield from (GroupedConfig(*tile, 1, 0, tall) for tile, tall in product(tiles, (0, 1)))
+        yield from (GroupedConfig(*tile, 0, 0, tall) for tile, tall in product(tiles[:3], (0, 1)))
+        yield from (GroupedConfig(32, *tile, 1, 0, 1) for tile in ((64, 128, 4, 3), (128, 64, 4, 3)))
     else:
         tiles = (
-            [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 64, 8, 4), (64, 128, 64, 4, 3),
-             (256, 64, 64, 8, 3), (128, 128, 128, 8, 2)]
+            [
+                (128, 128, 64, 8, 4),
+                (128, 128, 64, 8, 3),
+                (128, 64, 64, 4, 3),
+                (64, 128, 64, 4, 3),
+                (256, 64, 64, 8, 3),
+                (128, 128, 128, 8, 2),
+            ]
             if gated
-            else [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3),
-                  (128, 256, 128, 8, 2), (64, 256, 64, 4, 3)]
-        )  # fmt: skip
-        yield from (GroupedConfig(*tile, 1, 0) for tile in tiles)
-        yield GroupedConfig(*tiles[0], 0, 0)
+            else [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3), (128, 256, 128, 8, 2)]
+        )
+        yield from (GroupedConfig(*tile, 1, 0, 0) for tile in tiles)
+        yield GroupedConfig(*tiles[0], 1, 0, 1)
+        yield GroupedConfig(*tiles[0], 0, 0, 0)
 
 
 class Job(NamedTuple):

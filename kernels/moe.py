@@ -63,8 +63,8 @@ def moe_triton(
 
 
 FIXED = {
-    2: (GroupedConfig(64, 64, 64, 4, 3, 0, 0), GroupedConfig(64, 128, 64, 4, 3, 0, 0)),
-    4: (GroupedConfig(16, 32, 32, 4, 1, 0, 0), GroupedConfig(16, 32, 32, 4, 1, 0, 0)),
+    2: (GroupedConfig(64, 64, 64, 4, 3, 0, 0, 0), GroupedConfig(64, 128, 64, 4, 3, 0, 0, 0)),
+    4: (GroupedConfig(16, 32, 32, 4, 1, 0, 0, 0), GroupedConfig(16, 32, 32, 4, 1, 0, 0, 0)),
 }  # by element bytes
 
 
@@ -84,9 +84,9 @@ def config(device: torch.device, dtype: torch.dtype, tokens: int, choices: int, 
         return config_of(entries[str(min((int(most) for most in entries if int(most) >= tokens), default=max(map(int, entries))))])
     mean = tokens * choices / experts
     if mean <= 8:
-        return GroupedConfig(16, 32, 256, 4, 3, 0, 0), GroupedConfig(16, 64, 128, 4, 4, 0, 0)
+        return GroupedConfig(16, 32, 256, 4, 3, 0, 0, 0), GroupedConfig(16, 64, 128, 4, 4, 0, 0, 0)
     if mean <= 32:
-        return GroupedConfig(32, 64, 128, 4, 3, 0, 0), GroupedConfig(32, 64, 128, 4, 3, 0, 0)
+        return GroupedConfig(32, 64, 128, 4, 3, 0, 0, 0), GroupedConfig(32, 64, 128, 4, 3, 0, 0, 0)
     if mean <= 128 or capability(device) < HOPPER:
         return FIXED[dtype.itemsize]
-    return GroupedConfig(128, 128, 64, 8, 3, 1, 0), GroupedConfig(128, 256, 64, 8, 3, 1, 0)
+    return GroupedConfig(128, 128, 64, 8, 3, 1, 0, 0), GroupedConfig(128, 256, 64, 8, 3, 1, 0, 0)

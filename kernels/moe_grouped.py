@@ -31,6 +31,7 @@ class GroupedConfig(NamedTuple):
     stages: int
     copied: int  # 1: weights, and rows that lie in order, come by the copy engine (TMA)
     ahead: int  # steps of inner_block whose weights are asked for before the wait; not where they are copied
+    tall: int  # 1: columns are on the tall side of the tensor cores' product, rows on the other, which may be as short as 8
 
 
 def moe_grouped_triton(
@@ -65,7 +66,7 @@ def grouped_product_triton(
     num_experts, planes_columns, size = weight.shape
     tokens = order.shape[1]
     columns, assignments = planes_columns // (2 if gated else 1), tokens * choices
-    rows, column_block, inner_block, warps, stages, copied, ahead = tuned
+    rows, column_block, inner_block, warps, stages, copied, ahead, tall = tuned
     addressable = size * x.element_size() % 16 == 0  # by the copy engine
     y = x.new_empty(assignments, columns)
     tiles = min(assignments, assignments // rows + num_experts)
@@ -75,7 +76,7 @@ def grouped_product_triton(
     source = TensorDescriptor.from_tensor(x, [rows, inner_block]) if copied and not gated else x
     _grouped_kernel[(tiles * cdiv(columns, column_block),)](
         source, weights, y, order, counts, tokens, num_experts, columns, size, choices, gated, bool(copied), even,
-        next_power_of_2(num_experts), rows, column_block, inner_block, stages, ahead,
+        next_power_of_2(num_experts), rows, column_block, inner_block, stages, ahead, bool(tall),
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
     return y
@@ -85,7 +86,7 @@ def grouped_product_triton(
 def _grouped_kernel(
     x, weight, y_ptr, order_ptr, counts_ptr, tokens, num_experts, columns, size, choices, GATED: tl.constexpr,
     COPIED: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    INNER: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, TALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """COPIED: weight, and x if not GATED, are descriptors. EVEN: tiles are full of columns and steps, so that weights need no mask."""
     column_tiles = tl.cdiv(columns, COLUMNS)
@@ -122,8 +123,10 @@ def _grouped_kernel(
         if GATED or not COPIED:
             source = assignment // choices if GATED else place
             x_row_ptr = x + source.to(tl.int64)[:, None] * size
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        total_up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        HEIGHT: tl.constexpr = COLUMNS if TALL else ROWS
+        WIDTH: tl.constexpr = ROWS if TALL else COLUMNS
+        total = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        total_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
         for start in tl.range(0, size, INNER, num_stages=STAGES):
             inner = start + tl.arange(0, INNER)[None, :]
             if COPIED and not GATED:
@@ -136,17 +139,25 @@ def _grouped_kernel(
             else:
                 in_weight = None if EVEN else in_columns & (inner < size)
                 gate = tl.load(weight_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
-            total = tl.dot(values, gate.T, total, input_precision="ieee")
+            total = _add_product(total, values, gate, TALL)
             if GATED:
                 if COPIED:
                     up = weight.load([weight_row + columns, start])
                 else:
                     up = tl.load(weight_ptr + columns.to(tl.int64) * size + inner, mask=in_weight, other=None if EVEN else 0.0)
-                total_up = tl.dot(values, up.T, total_up, input_precision="ieee")
+                total_up = _add_product(total_up, values, up, TALL)
         if GATED:
             total = total * tl.sigmoid(total) * total_up
+        if TALL:
+            total = total.T
         y_row_ptr = y_ptr + (place if GATED else assignment).to(tl.int64)[:, None] * columns
         tl.store(y_row_ptr + column[None, :], total.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _add_product(total, x, weight, TALL: tl.constexpr):
+    first, second = (weight, x.T) if TALL else (x, weight.T)
+    return tl.dot(first, second, total, input_precision="ieee")
 
 
 @triton.jit

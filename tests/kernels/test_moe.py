@@ -94,8 +94,8 @@ def test_matches_float64(implementation, tokens, hidden, inner, experts, choices
     [
         (FewConfig(16, 1, 1, 4, 32, 1, 1, 8), True),
         (FewConfig(8, 2, 3, 4, 8, 3, 2, 4), False),
-        ((GroupedConfig(16, 32, 64, 4, 3, 0, 2), GroupedConfig(16, 32, 32, 4, 2, 1, 0)), False),
-        ((GroupedConfig(64, 32, 32, 4, 3, 1, 0), GroupedConfig(16, 64, 16, 4, 3, 0, 2)), True),
+        ((GroupedConfig(16, 32, 64, 4, 3, 0, 2, 0), GroupedConfig(8, 64, 32, 4, 2, 1, 0, 1)), False),
+        ((GroupedConfig(64, 32, 32, 4, 3, 1, 0, 0), GroupedConfig(16, 64, 16, 4, 3, 0, 2, 1)), True),
     ],
 )
 def test_every_kind_of_configuration_matches_float64(tuned, renormalise):
