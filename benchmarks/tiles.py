@@ -22,6 +22,7 @@ from kernels import decode_attention, prefill_attention
 from kernels.decode_attention import decode_attention_triton
 from kernels.linear import linear
 from kernels.prefill_attention import prefill_attention_triton
+from kernels.prefill_attention_hopper import HopperConfig, is_served, prefill_attention_hopper
 from kernels.rope import rope_and_store
 from shared.errors import ConfigError
 
@@ -37,20 +38,9 @@ DECODE_CONFIGS = tuple(
     for each in ((32, 2, 3), (32, 2, 4), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3))
 )
 PREFILL_CONFIGS = tuple(
-    prefill_attention.Config(*each)
-    for each in (
-        (64, 64, 4, 3),
-        (128, 64, 4, 2),
-        (128, 64, 4, 3),
-        (128, 64, 8, 3),
-        (128, 32, 4, 4),
-        (128, 128, 8, 2),
-        (128, 128, 8, 3),
-        (256, 64, 8, 2),
-        (256, 64, 8, 3),
-        (64, 128, 4, 2),
-    )
+    prefill_attention.Config(*each) for each in ((64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (256, 64, 8, 3))
 )
+HOPPER_CONFIGS = tuple(HopperConfig(*each) for each in ((2, 64, 4), (2, 128, 2), (3, 64, 2), (3, 64, 3)))
 
 
 class Candidate(NamedTuple):
@@ -68,9 +58,13 @@ def _prefills() -> Iterator[Candidate]:
         starts = torch.arange(0, rows * length + 1, length, device="cuda", dtype=torch.int32)
         rest = (cache.slots[0], starts, cache.lengths, length, 128**-0.5)
         work = 4.0 * q_heads * 128 * rows * length * (length + 1) / 2
+        inputs, case = (q, cache.k, cache.v, cache.page_table, *rest), f"{rows} x {length}, {q_heads} / {kv_heads}"
         for tuned in PREFILL_CONFIGS:
-            launch = partial(prefill_attention_triton, q, cache.k, cache.v, cache.page_table, *rest, tuned=tuned)
-            yield Candidate("prefill_attention", f"{rows} x {length}, {q_heads} / {kv_heads}", str([*tuned]), [launch], work, 0.0)
+            launch: Launch = partial(prefill_attention_triton, *inputs, tuned=tuned)
+            yield Candidate("prefill_attention", case, str([*tuned]), [launch], work, 0.0)
+        for config in HOPPER_CONFIGS if is_served(q, cache.k) else ():
+            launch = partial(prefill_attention_hopper, *inputs, tuned=config)
+            yield Candidate("prefill_attention", case, f"Hopper {[*config]}", [launch], work, 0.0)
 
 
 class Neighbours:
