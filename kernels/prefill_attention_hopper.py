@@ -24,6 +24,7 @@ LEAST_PAGE_SIZE = 8  # positions: the swizzle of a buffer repeats after as many
 LEAST_ROWS_BLOCK = 64  # so that few numbers of rows need kernels of their own
 GROUP_ROWS = 64  # packed rows of a tile, for each of the warp groups: what one instruction multiplies
 BOX_COLUMNS = 64  # of a buffer that the copy engine writes at once: 128 bytes
+BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 class HopperConfig(NamedTuple):
@@ -75,8 +76,8 @@ def prefill_attention_hopper(
     tile_tokens = groups * GROUP_ROWS // group
     tiles = min(tokens // tile_tokens + rows, cdiv(max_query, tile_tokens) * rows)
     shape, strides = [pages * page_size, kv_heads * head_size], [kv_heads * head_size, 1]
-    box, layout = [min(page_size, block), BOX_COLUMNS], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k, v = (TensorDescriptor(cache, shape, strides, box, layout) for cache in (k_cache, v_cache))
+    box = [min(page_size, block), BOX_COLUMNS]
+    k, v = (TensorDescriptor(cache, shape, strides, box, BOX_LAYOUT) for cache in (k_cache, v_cache))
     _prefill_attention_hopper_kernel[(min(tiles * kv_heads, multiprocessors(q.device)),)](
         q, k, v, page_table, slots, query_starts, lengths, out,
         scale * math.log2(math.e), *q.stride()[:2], page_table.shape[1], pages, rows, window or 0,
