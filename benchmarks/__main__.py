@@ -17,6 +17,7 @@ from benchmarks.distance import distance
 from benchmarks.endurance import endurance
 from benchmarks.fleet import fleet
 from benchmarks.gateway import gateway
+from benchmarks.hops import hops
 from benchmarks.kernels import kernels
 from benchmarks.models import Cases
 from benchmarks.overhead import overhead
@@ -98,6 +99,12 @@ def _planning(
 ) -> None:
     """What a plan and its result cost the scheduler, by the number of running requests."""
     _finish(planning(plans, repeats), out)
+
+
+@app.command("hops")
+def _hops(out: Out = OUT) -> None:
+    """What a message costs between two processes of one host, by its size."""
+    _finish(hops(), out)
 
 
 @app.command("capacity")
