@@ -1,4 +1,6 @@
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,3 +30,10 @@ def test_counters_are_shared_and_zero():
     counters = launch.counters(DEVICE)
     assert counters is launch.counters(DEVICE)
     assert not counters.any()
+
+
+def test_a_profile_tells_kernels_apart_by_their_names():
+    files = Path(launch.__file__).parent.glob("*.py")
+    names = [name for file in files for name in re.findall(r"^def (\w*_kernel)\(", file.read_text(), re.MULTILINE)]
+    assert len(names) == len(set(names)) > 10
+    assert "_kernel" not in names
