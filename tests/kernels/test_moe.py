@@ -107,18 +107,18 @@ def test_every_kind_of_configuration_matches_float64(tuned, renormalise):
 
 @kernels_only
 def test_all_tokens_on_one_expert():
-    x, gate_up, down, logits, *rest = arguments(40, 64, 32, 6, 1, torch.float32)
+    x, gate_up, down, logits, choices, renormalise = arguments(40, 64, 32, 6, 1, torch.float32)
     logits[:, 4] = 50
-    given = (x, gate_up, down, logits, *rest)
-    assert_near(moe_triton(*given), mixture(*given), ulps=4, floor=1e-5)
+    expected = mixture(x, gate_up, down, logits, choices, renormalise)
+    assert_near(moe_triton(x, gate_up, down, logits, choices, renormalise), expected, ulps=4, floor=1e-5)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter has one order for every shape")
 def test_with_fixed_tiles_a_token_does_not_depend_on_the_others():
-    x, gate_up, down, logits, *rest = arguments(700, 256, 128, 16, 4, torch.bfloat16)
-    whole = fixed_moe(x, gate_up, down, logits, *rest)
+    x, gate_up, down, logits, choices, renormalise = arguments(700, 256, 128, 16, 4, torch.bfloat16)
+    whole = fixed_moe(x, gate_up, down, logits, choices, renormalise)
     for part in (slice(0, 1), slice(3, 90), slice(100, 700)):
-        assert fixed_moe(x[part], gate_up, down, logits[part], *rest).equal(whole[part])
+        assert fixed_moe(x[part], gate_up, down, logits[part], choices, renormalise).equal(whole[part])
 
 
 def test_refuses_strided_weights():
