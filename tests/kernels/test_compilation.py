@@ -1,6 +1,6 @@
 """Kernels are compiled ahead by several threads, for a GPU that need not be here: a driver that stands for it loads nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,18 +24,23 @@ CPU = torch.device("cpu")
 def launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
     """Those that were built."""
     built: list[Any] = []
+
+    def launcher(source: Any, metadata: Any) -> Callable[..., None]:
+        built.append(metadata.name)
+        return lambda *arguments: None
+
     hopper = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
-        launcher_cls=lambda source, metadata: built.append(metadata.name) or (lambda *arguments: None),
+        launcher_cls=launcher,
         utils=SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448},
             load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
         ),
     )
     before = driver._active
-    driver.set_active(hopper)  # type: ignore[arg-type]
+    driver.set_active(hopper)
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     yield built
     driver._active = before

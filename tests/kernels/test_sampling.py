@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,10 +12,7 @@ from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU, generator, implem
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # NumPy, in the interpreter
 
-
-def sample_shared(*arguments):
-    return sample_triton(*arguments, shared=True)
-
+sample_shared = partial(sample_triton, shared=True)
 
 SAMPLERS = [*implementations(sample_torch, sample_triton), *([sample_shared] if INTERPRETED or ON_GPU else [])]
 INFINITY = torch.inf
