@@ -53,3 +53,11 @@ def test_matches_float64(eager, q_heads, kv_heads, head_size, page_size, window,
 
     expected = [attention(q[a:b], *cache.tokens(slot), scale, window) for slot, (a, b) in enumerate(itertools.pairwise(starts)) if a < b]
     assert_near(out, torch.cat(expected), ulps=2)
+
+
+def test_rows_without_queries_read_and_write_nothing(monkeypatch):
+    in_threads(monkeypatch, True, 2)
+    cache, q = PagedCache([33, 1], 1, 64, 16, torch.float16), randn(40, 2, 64, seed=1, dtype=torch.float16)
+    rows = cache.page_table, int32([0, 1]), int32([0, 0, 0]), int32([33, 0])
+    out = prefill_attention_hopper.prefill_attention_hopper(q, cache.k_cache, cache.v_cache, *rows, 40, 0.1, None, torch.ones_like(q))
+    assert out.equal(torch.ones_like(q))
