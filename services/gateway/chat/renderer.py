@@ -54,7 +54,10 @@ class Renderer:
 
         Raises InvalidRequest, with the template's own words where it refuses on purpose.
         """
-        request = json.dumps({"template": template, "time_limit_s": self._time_limit_s, **arguments}).encode()
+        try:
+            request = json.dumps({"template": template, "time_limit_s": self._time_limit_s, **arguments}, allow_nan=False).encode()
+        except ValueError as error:  # JSON can write 1e400, and what is read of it is infinite
+            raise InvalidRequest("a number in messages, tools or chat_template_kwargs is too large") from error
         worker = self._workers.get()
         try:
             worker = worker or _start()

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerFast
+
 from services.gateway.chat.renderer import Renderer
 from services.gateway.errors import InvalidRequest
 from services.gateway.text.tokenizer import Marks, TextTokenizer
@@ -15,6 +17,8 @@ RESERVED = frozenset(
     (
         *("messages", "tools", "documents", "chat_template", "template", "conversations", "time_limit_s"),
         *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+        "self",  # of the method that renders
+        *PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES,  # bos_token and so on, also of a model that has none
     )
 )
 

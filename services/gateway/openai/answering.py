@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from services.gateway.answer import Answer, Patience
 from services.gateway.choice import Choice, Delta, Echo, FinishReason, ScoredToken
-from services.gateway.errors import InvalidRequest
+from services.gateway.errors import ClientGone, InvalidRequest, TimedOut
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
 from services.gateway.openai.sending import JSON, json_response, to_json, unless_client_leaves
@@ -67,6 +67,8 @@ async def respond(
         first = await unless_client_leaves(request.receive, answer.next())
     except BaseException as error:
         answer.close()
+        if isinstance(error, ClientGone | TimedOut):  # what was computed for nobody counts as well
+            request.state.usage = answer.usage
         if isinstance(error, InvalidRequest):  # the scheduler's refusals concern the prompt
             error.param = error.param or form.prompt_field
         raise

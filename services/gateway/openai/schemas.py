@@ -1,5 +1,6 @@
 """What clients send. Types are strict, null means absent, unknown keys are ignored; `validation.py` turns faults into OpenAI's errors."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -56,6 +57,11 @@ class ToolCall(Body):
     function: FunctionCall
 
 
+def _told_by(kind: Callable[[Any], str | None], wanted: str) -> Discriminator:
+    """Chooses among the members of a union; for a value that is of none the error tells what is wanted."""
+    return Discriminator(kind, custom_error_type="wrong_kind", custom_error_message=f"Input should be {wanted}")
+
+
 def _content_kind(value: Any) -> str | None:
     return TEXT if isinstance(value, str) else PARTS if isinstance(value, list) else None
 
@@ -63,7 +69,10 @@ def _content_kind(value: Any) -> str | None:
 class ChatMessage(Body):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: (
-        Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(fail_fast=True), Tag(PARTS)], Discriminator(_content_kind)]
+        Annotated[
+            Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(fail_fast=True), Tag(PARTS)],
+            _told_by(_content_kind, "a string or a list of parts"),
+        ]
         | None
     ) = None
     name: str | None = None
@@ -154,7 +163,7 @@ class GenerationRequest(ModelRequest):
     stop: (
         Annotated[
             Annotated[StopString, Tag(TEXT)] | Annotated[list[StopString], Field(fail_fast=True, max_length=4), Tag(TEXTS)],
-            Discriminator(_stop_kind),
+            _told_by(_stop_kind, "a string or a list of strings"),
         ]
         | None
     ) = None
@@ -206,7 +215,8 @@ class ConversationRequest(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(None, min_length=1)
     tool_choice: (
         Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[ToolChoice, Tag(OBJECT)], Discriminator(_tool_choice_kind)
+            Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[ToolChoice, Tag(OBJECT)],
+            _told_by(_tool_choice_kind, "a string or an object"),
         ]
         | None
     ) = None
@@ -254,7 +264,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES), Tag(TEXTS)]
         | Annotated[TokenIds, Tag(IDS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES), Tag(ID_LISTS)],
-        Discriminator(_prompt_kind),
+        _told_by(_prompt_kind, "a string, a list of strings, a list of token ids or a list of lists of them"),
     ]
     max_tokens: int = Field(16, ge=0)
     max_completion_tokens: int | None = Field(None, ge=0, description="Another name of max_tokens.")

@@ -1,6 +1,7 @@
 """Tools in a request: what it may ask for, and what the chat template gets. `chat/tools.py` reads what the model makes of them."""
 
 import hashlib
+import json
 from typing import Any
 
 from pydantic_core import from_json
@@ -64,8 +65,10 @@ def template_id(id_: str, dialect: Dialect) -> str:
 
 
 def _template_call(call: ToolCall, dialect: Dialect) -> dict[str, Any]:
+    written = call.function.arguments
     try:
-        arguments = from_json(call.function.arguments, allow_inf_nan=False)  # which bounds their depth, and takes no half characters
+        arguments = from_json(written, allow_inf_nan=False) if written.strip() else {}  # bounds their depth, and takes no half characters
+        json.dumps(arguments, allow_nan=False)  # refuses what is infinite: 1e400
     except ValueError:  # a model may have written anything: then as it wrote it
-        arguments = call.function.arguments
+        arguments = written
     return {"id": template_id(call.id, dialect), "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

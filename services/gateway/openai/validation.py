@@ -47,7 +47,9 @@ CODES = {  # of pydantic's error types
     "less_than_equal": "above_max_value",
     "string_too_long": "string_above_max_length",
     "string_too_short": "string_below_min_length",
+    "string_pattern_mismatch": "invalid_value",
 }
+WORDS = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")  # instead of pydantic's, which speak of Python
 LENGTH_CODES = {  # by pydantic's error type and kind of container
     ("too_long", "List"): "array_above_max_length",
     ("too_long", "Dictionary"): "object_above_max_properties",
@@ -167,12 +169,13 @@ def _told(fault: ErrorDetails) -> InvalidRequest:
     param = str(location[0]) if location[0] in WHOLE_FIELDS else _path(location)
     if fault["type"] == "missing":
         return InvalidRequest(f"missing required parameter: '{param}'", param, CODES["missing"])
-    return InvalidRequest(f"invalid '{param}': {fault['msg'][:MAX_QUOTED]}, got {_quoted(fault['input'])}", param, _code(fault))
+    words = WORDS.get(fault["type"], fault["msg"])[:MAX_QUOTED]
+    return InvalidRequest(f"invalid '{param}': {words}, got {_quoted(fault['input'])}", param, _code(fault))
 
 
 def _code(fault: ErrorDetails) -> str:
     kind, context = fault["type"], fault.get("ctx", {})
-    if fault["loc"][-1] == "[key]":
+    if fault["loc"][-1] == "[key]" and kind == "string_too_long":
         return "property_name_above_max_length"
     if (kind, context.get("field_type")) in LENGTH_CODES:
         return LENGTH_CODES[kind, context["field_type"]]

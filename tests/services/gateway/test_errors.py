@@ -96,6 +96,9 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str | None]] = [  # fields b
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", None),
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", "invalid_value"),
     ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs", ANY),
+    ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "invalid_value"),
+    ({"chat_template_kwargs": {"a" * 65: 1}}, "chat_template_kwargs", "property_name_above_max_length"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "invalid_value"),
     ({"chat_template_kwargs": {str(key): 1 for key in range(33)}}, "chat_template_kwargs", "object_above_max_properties"),
     ({"logit_bias": {str(key): "x" for key in range(10**5)}}, "logit_bias", "object_above_max_properties"),
     ({"tools": [TOOL] * 10**4}, "tools", "array_above_max_length"),
@@ -206,6 +209,23 @@ async def test_err_03_content_types(stack: Stack) -> None:
 async def test_smp_08_a_number_beyond_floats(stack: Stack) -> None:
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 1e400}'
     assert_error(await stack.http.post("/v1/chat/completions", content=body), 400, "temperature", "decimal_above_max_value")
+
+
+async def test_smp_08_a_number_beyond_floats_where_any_may_stand(stack: Stack) -> None:
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": -1e400}}'
+    assert_error(await stack.http.post("/v1/chat/completions", content=body), 400, None)
+
+
+async def test_err_09_what_is_wrong_is_told_in_words_of_the_wire(stack: Stack) -> None:
+    for body, param, wanted in (
+        ({"messages": ["hi"]}, "messages[0]", "an object"),
+        ({"messages": [{"role": "user", "content": {}}]}, "messages[0].content", "a string or a list of parts"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]", "an object"),
+        ({"stop": {}}, "stop", "a string or a list of strings"),
+        ({"tool_choice": 3}, "tool_choice", "a string or an object"),
+        ({"logit_bias": []}, "logit_bias", "an object"),
+    ):
+        assert f"Input should be {wanted}, got" in assert_error(await stack.chat(**body), 400, param, "invalid_type")["message"]
 
 
 async def test_api_10_lone_surrogates(stack: Stack) -> None:

@@ -216,6 +216,18 @@ async def test_tokens_count_when_a_request_has_ended(start: Start, key_file: Pat
     assert_error(await chat_with(stack, bearer(key)), 429, None, "rate_limit_exceeded")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_of_an_answer_that_nobody_waited_for_count(start: Start, key_file: Path, stream: bool) -> None:
+    key = keys.add(key_file, "a", tokens_per_minute=5)
+    stack = await start(api_keys=key_file)
+    stack.plays([40], asyncio.Event())
+    asked = asyncio.create_task(chat_with(stack, bearer(key), stream=stream))
+    await eventually_async(lambda: bool(stack.scheduler.submits))
+    asked.cancel()
+    await eventually_async(lambda: bool(stack.scheduler.cancels))
+    assert_error(await chat_with(stack, bearer(key)), 429, None, "rate_limit_exceeded")
+
+
 async def test_cors_is_off_unless_asked_for(start: Start, key_file: Path) -> None:
     origin = {"Origin": "https://a.example"}
     preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}

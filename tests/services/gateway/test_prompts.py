@@ -1,5 +1,6 @@
 """Conversations and prompts to token ids: as transformers does it, but for control tokens that users type."""
 
+import inspect
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.gateway.chat.output import Dialect
 from services.gateway.chat.renderer import Renderer
@@ -296,10 +298,14 @@ def test_variables_of_the_template(tmp_path: Path, chat: Callable[..., Prompt]) 
     tokenizer = with_template(tmp_path, "{{ messages[0].content }}{% if enable_thinking is false %} /no_think {{ style }}{% endif %}")
     assert chat(tokenizer, CONVERSATIONS[0], arguments={"enable_thinking": False, "style": "<|im_end|>"}).text == "hi /no_think <|im_end|>"
     assert IM_END not in chat(tokenizer, CONVERSATIONS[0], arguments={"enable_thinking": False, "style": "<|im_end|>"}).ids
-    for name in ("messages", "tools", "bos_token", "chat_template", "add_generation_prompt", "conversations"):
+    renderers = (Renderer.render, render_jinja_template)
+    parameters = {name for each in renderers for name in inspect.signature(each).parameters} - {"arguments", "kwargs"}
+    for name in (*parameters, "messages", "bos_token", "sep_token"):  # there is none of the last
         with pytest.raises(InvalidRequest, match=name) as refused:
             chat(tokenizer, CONVERSATIONS[0], arguments={name: "x"})
         assert refused.value.param == "chat_template_kwargs"
+    with pytest.raises(InvalidRequest, match="too large"):
+        chat(tokenizer, CONVERSATIONS[0], arguments={"style": float("inf")})
 
 
 def test_tools_reach_the_template_as_text(tmp_path: Path, chat: Callable[..., Prompt]) -> None:

@@ -135,7 +135,7 @@ async def test_tool_11_an_answer_goes_back_as_it_came(stack: Stack) -> None:
     assert_error(await stack.chat(messages=[question, message, question]), 400, "messages[2]", None)
 
 
-@pytest.mark.parametrize("written", ["", "{", "[" * 1500, "[" * 900 + "]" * 900, '{"a": "\\ud800"}', '{"a": NaN}'])
+@pytest.mark.parametrize("written", ["{", '{"a": 1e400}', "[" * 1500, "[" * 900 + "]" * 900, '{"a": "\\ud800"}', '{"a": NaN}'])
 async def test_arguments_that_cannot_be_read_go_back_as_they_were_written(stack: Stack, written: str) -> None:
     stack.says("ok")
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": written}}
@@ -144,6 +144,17 @@ async def test_arguments_that_cannot_be_read_go_back_as_they_were_written(stack:
     answer = await stack.chat(tools=TOOLS, messages=asked)
     assert answer.status_code == 200, answer.text
     assert f'"arguments": {json.dumps(written)}}}' in decoded(stack)
+
+
+async def test_a_call_without_arguments_has_empty_ones(stack: Stack) -> None:
+    stack.says("ok")
+    calls = [
+        {"id": f"c{number}", "function": {"name": "f", **given}} for number, given in enumerate(({}, {"arguments": ""}, {"arguments": " "}))
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in calls]
+    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+    assert (await stack.chat(tools=TOOLS, messages=asked)).status_code == 200
+    assert decoded(stack).count('{"name": "f", "arguments": {}}') == 3
 
 
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
