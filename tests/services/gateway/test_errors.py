@@ -382,14 +382,16 @@ async def test_a_body_that_does_not_come_is_cut_off_and_frees_its_place(start: A
 async def test_bodies_in_flight_are_bounded_together(start: Any) -> None:
     stack = await start(max_bodies_bytes=4096, body_timeout_s=5.0)
     stack.says("x")
-    release = asyncio.Event()
+    begun, release = asyncio.Event(), asyncio.Event()
 
     async def held() -> Any:
         yield b" " * 3000
+        begun.set()
         await release.wait()
         yield json.dumps({"model": "tiny", "prompt": "hi"}).encode()
 
     first = asyncio.create_task(stack.http.post("/v1/completions", content=held()))
+    await begun.wait()  # else it may be the one that is refused
     async with asyncio.timeout(10):
         while (response := await stack.complete(user="u" * 2000)).status_code == 200:
             await asyncio.sleep(0.01)
