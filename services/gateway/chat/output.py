@@ -26,10 +26,12 @@ class Dialect:
         found = format_of(template) if tools == "auto" else None if tools == "off" else tools
         return cls(found, END_OF_THINKING in template if reasoning == "auto" else reasoning == "think")
 
-    def parser(self, *, prompt: str, tools: bool, parallel: bool = True) -> "OutputParser":
-        """For an answer to the rendered prompt; `tools`: whether it may call some; `parallel`: more than one."""
+    def parser(self, *, prompt: str, continued: str = "", tools: bool, parallel: bool = True) -> "OutputParser":
+        """For an answer to the rendered prompt; `continued`: the message that it goes on with; `tools`: whether it may call some;
+        `parallel`: more than one."""
         form = FORMATS[self.tools] if tools and self.tools else None
-        return OutputParser(form, self.thinks, is_thinking=self.thinks and prompt[-100:].rstrip().endswith(THINK), parallel=parallel)
+        opened = prompt[-100:].rstrip().endswith(THINK) or continued.rfind(THINK) > continued.rfind(END_OF_THINKING)
+        return OutputParser(form, self.thinks, is_thinking=self.thinks and opened, parallel=parallel)
 
     def shown(self, *, tools: bool) -> frozenset[str]:
         """Control tokens that the parser needs to see."""

@@ -79,7 +79,10 @@ class ChatFormat:
     def __init__(self, body: ChatRequest, model: Model, dialect: Dialect, prompt: str) -> None:
         calls = may_call(body)
         self.shown = dialect.shown(tools=calls)
-        self._parsers = [dialect.parser(prompt=prompt, tools=calls, parallel=body.parallel_tool_calls) for _ in range(body.n)]
+        continued = template_message(body.messages[-1], dialect)["content"] if body.continue_final_message else ""
+        self._parsers = [
+            dialect.parser(prompt=prompt, continued=continued, tools=calls, parallel=body.parallel_tool_calls) for _ in range(body.n)
+        ]
         self._end_of_thinking = model.tokenizer.transformers.backend_tokenizer.token_to_id(END_OF_THINKING)
         self._choices = body.n
         self._has_logprobs, self._texts = body.logprobs, model.tokenizer.token_texts

@@ -250,6 +250,15 @@ async def test_reasoning_is_told_apart(start: Start, folders: dict[str, Path]) -
     assert message["reasoning_content"]
 
 
+async def test_reasoning_that_the_client_has_begun_goes_on(start: Start, folders: dict[str, Path]) -> None:
+    stack = await start({"folder": folders["thinking"], "max_length": 4096})
+    stack.says(" was happy.</think>Paris.")
+    for begun, told in (("<think>It", ("was happy.", "Paris.")), ("<think>No.</think>It", (None, " was happy.</think>Paris."))):
+        messages = [{"role": "user", "content": "hi <think>"}, {"role": "assistant", "content": begun}]
+        message, _ = await both(stack, messages=messages, continue_final_message=True)
+        assert (message.get("reasoning_content"), message["content"]) == told
+
+
 async def test_reasoning_tokens_are_told(start: Start, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(tmp_path / "thinking", THINKING)
     tokenizer.add_tokens(["<think>", "</think>"])
