@@ -75,7 +75,8 @@ def test_a_token_is_the_same_in_every_batch_and_chunk(implementation, window):
 
     def run(queries: Tensor, slots: list[int], starts: list[int], lengths: list[int]) -> Tensor:
         shared = (cache.k_cache, cache.v_cache, cache.page_table)
-        return implementation(queries, *shared, int32(slots), int32(starts), int32(lengths), 150, 0.1, window)
+        out: Tensor = implementation(queries, *shared, int32(slots), int32(starts), int32(lengths), 150, 0.1, window)
+        return out
 
     whole = run(q, [0], [0, 150], [150])
     chunks = [run(q[first:last], [0], [0, last - first], [last]) for first, last in ((0, 1), (1, 67), (67, 150))]
