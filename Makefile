@@ -124,7 +124,8 @@ lint-imports: .venv/stamp
 lint-contracts: .venv/stamp
 	$(BIN)/buf lint proto
 	@if git cat-file -e $(AGAINST):proto/lockstep 2>/dev/null; then \
-		echo "buf breaking proto, against $(AGAINST)" && $(BIN)/buf breaking proto --against '.git#ref=$(AGAINST),subdir=proto'; \
+		echo "buf breaking proto, against $(AGAINST)" && mkdir -p build \
+		&& git archive --output build/contracts.tar $(AGAINST):proto && $(BIN)/buf breaking proto --against build/contracts.tar; \
 	else echo "buf breaking: no earlier contracts to compare with"; fi
 
 lint-stubs: .venv/stamp
