@@ -65,6 +65,7 @@ def test_a_batch_is_filled_up_by_rows_without_keys_and_rows_without_tokens(imple
     assert filled[34:].equal(torch.zeros_like(filled[34:]))
 
 
+@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference does not promise it")
 @pytest.mark.parametrize("implementation", [each for each in IMPLEMENTATIONS if each is not prefill_attention_torch])
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_token_is_the_same_in_every_batch_and_chunk(implementation, window):
