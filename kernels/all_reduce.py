@@ -242,18 +242,24 @@ def _flagged_kernel(
 
 
 @triton.jit
+def _begin(addresses_ptr, block, RANK: tl.constexpr, PDL: tl.constexpr):
+    """This rank's mailbox, where a program's last epoch stands in it, and the next one; x may be read from here on."""
+    mailbox = tl.load(addresses_ptr + RANK)
+    epoch_ptr = mailbox.to(tl.pointer_type(tl.int32)) + block
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    return mailbox, epoch_ptr, tl.load(epoch_ptr) + 1
+
+
+@triton.jit
 def _one_shot_kernel(
     x_ptr, addresses_ptr, count, chunk, RANK: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     block, offset = tl.program_id(0), tl.arange(0, TILE)
     first = block * chunk
     size = tl.minimum(count - first, chunk)
-    mailbox = tl.load(addresses_ptr + RANK)
-    epoch_ptr = mailbox.to(tl.pointer_type(tl.int32)) + block
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    epoch = tl.load(epoch_ptr) + 1
+    mailbox, epoch_ptr, epoch = _begin(addresses_ptr, block, RANK, PDL)
     slot = _chunks(block, epoch, SIZE)
     for start in range(0, size, TILE):
         element = start + offset
@@ -282,12 +288,7 @@ def _two_shot_kernel(
     """A program adds up SIZE shares, one on each rank; the sums come behind the parts: `[2, SIZE, share]` of its chunks."""
     block, offset = tl.program_id(0), tl.arange(0, TILE)
     first = block * (share * SIZE)
-    mailbox = tl.load(addresses_ptr + RANK)
-    epoch_ptr = mailbox.to(tl.pointer_type(tl.int32)) + block
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    epoch = tl.load(epoch_ptr) + 1
+    mailbox, epoch_ptr, epoch = _begin(addresses_ptr, block, RANK, PDL)
     slot = _chunks(block, epoch, SIZE)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     share_bytes = share * (DTYPE.primitive_bitwidth // 8)
@@ -336,12 +337,7 @@ def _streamed_kernel(
     block, offset = tl.program_id(0), tl.arange(0, TILE)
     first = block * chunk
     size = tl.minimum(count - first, chunk)
-    mailbox = tl.load(addresses_ptr + RANK)
-    epoch_ptr = mailbox.to(tl.pointer_type(tl.int32)) + block
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    epoch = tl.load(epoch_ptr) + 1  # of the first piece
+    mailbox, epoch_ptr, epoch = _begin(addresses_ptr, block, RANK, PDL)  # of the first piece
     pieces = tl.maximum(tl.cdiv(size, piece), 0)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     for number in range(pieces + 1):

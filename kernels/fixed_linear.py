@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import cdiv, next_power_of_2, pdl_options
+from kernels.linear import activated
 
 ROW_TILES = 8  # that share the columns' weights in the cache: programs are numbered through these first
 
@@ -95,10 +96,5 @@ def _fixed_linear_kernel(
         if GATED:
             up = tl.load(up_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
             total_up = tl.dot(x, tl.trans(up), total_up, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            total_up += tl.load(bias_ptr + columns + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        total = total * tl.sigmoid(total) * total_up
+    total = activated(total, total_up, bias_ptr, column, columns, GATED, BIAS)
     tl.store(y_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=in_rows[:, None] & in_columns[None, :])

@@ -253,19 +253,19 @@ def _linear_kernel(
         for step in tl.static_range(EARLY):  # all ahead of the barriers that bring them to the threads of the weights
             xs = xs + (tl.load(x_row_ptr + early_inner + step * INNER),)  # type: ignore[assignment] # noqa: RUF005
         for step in tl.static_range(EARLY):
-            total = _add_product(total, xs[step], early_gate[step], ROWS, WEIGHTS_FIRST)
+            total = add_product(total, xs[step], early_gate[step], ROWS, WEIGHTS_FIRST)
             if GATED:
-                total_up = _add_product(total_up, xs[step], early_up[step], ROWS, WEIGHTS_FIRST)
+                total_up = add_product(total_up, xs[step], early_up[step], ROWS, WEIGHTS_FIRST)
     else:
         for start in tl.range(begin, end, INNER, num_stages=STAGES):
             inner = start + tl.arange(0, INNER)[None, :]
             in_weight = None if EVEN else in_columns[:, None] & (inner < end)
             x = tl.load(x_row_ptr + inner, mask=in_rows[:, None] & (inner < end), other=0.0)
             gate = tl.load(gate_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
-            total = _add_product(total, x, gate, ROWS, WEIGHTS_FIRST)
+            total = add_product(total, x, gate, ROWS, WEIGHTS_FIRST)
             if GATED:
                 up = tl.load(up_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
-                total_up = _add_product(total_up, x, up, ROWS, WEIGHTS_FIRST)
+                total_up = add_product(total_up, x, up, ROWS, WEIGHTS_FIRST)
     if ROWS == 1:
         total = tl.sum(total, axis=1)[None, :]
         total_up = tl.sum(total_up, axis=1)[None, :]
@@ -300,12 +300,7 @@ def _linear_kernel(
             scale = tl.rsqrt(tl.sum(late_squares if SPLITS > 1 else squares, axis=1) / size + eps)[:, None]
             total *= scale
             total_up *= scale
-        if BIAS:
-            total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-            if GATED:
-                total_up += tl.load(bias_ptr + columns + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            total = total * tl.sigmoid(total) * total_up
+        total = activated(total, total_up, bias_ptr, column, columns, GATED, BIAS)
         if ADD:
             added = (total.to(y_ptr.dtype.element_ty).to(tl.float32) + residual.to(tl.float32)).to(residual_ptr.dtype.element_ty)
             tl.store(residual_ptr + place, added, mask=inside)
@@ -316,7 +311,21 @@ def _linear_kernel(
 
 
 @triton.jit
-def _add_product(total, x, weight, ROWS: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):
+def activated(total, total_up, bias_ptr, column, columns, GATED: tl.constexpr, BIAS: tl.constexpr):
+    """The sums with their biases; GATED: the SiLU of the first with its, times the second."""
+    in_columns = column < columns
+    if BIAS:
+        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            total_up += tl.load(bias_ptr + columns + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    return total
+
+
+@triton.jit
+def add_product(total, x, weight, ROWS: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):
+    """total + x @ weight.T of tiles, transposed where WEIGHTS_FIRST; of one row the products alone, `[columns, inner]`, to be summed."""
     if ROWS == 1:
         total += x.to(tl.float32) * weight.to(tl.float32)
     elif WEIGHTS_FIRST:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import cdiv, next_power_of_2, pdl_options
+from kernels.offers import keys_of
 from kernels.search import ROOM, WARPS, find_cut, gather, kth_largest_bound, logit_of, order_key, write_hits
 
 NO_ID = -1  # of a largest logit, where there are fewer columns than were asked for
@@ -39,10 +40,7 @@ def logprobs_torch(logits: Tensor, chosen: Tensor, k: int, first: int = 0) -> tu
     inside = (place >= 0) & (place < columns)
     chosen_logits = logits.gather(1, place.where(inside, 0)[:, None])[:, 0].where(inside, -torch.inf)
 
-    bits = (logits + 0.0).view(torch.int32)  # -0 and 0 are equal
-    order = bits.where(bits >= 0, bits ^ 0x7FFFFFFF).long()
-    keys = (order << 32) | (2**32 - 1 - torch.arange(columns, device=logits.device))
-    top = keys.topk(min(k, columns)).indices
+    top = keys_of(logits, torch.arange(columns, device=logits.device)).topk(min(k, columns)).indices
     top_ids = logits.new_full((rows, k), NO_ID, dtype=torch.int32)
     top_logits = logits.new_full((rows, k), -torch.inf)
     top_ids[:, : top.shape[1]] = top + first

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.launch import cdiv, next_power_of_2, pdl_options, prefetch
+from kernels.linear import add_product
 from kernels.routing import assign_triton
 
 MOST_RANKED_TOKENS = 256  # beyond them a program for each expert, reading all logits, takes longer than two kernels
@@ -139,25 +140,19 @@ def _grouped_kernel(
             else:
                 in_weight = None if EVEN else in_columns & (inner < size)
                 gate = tl.load(weight_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
-            total = _add_product(total, values, gate, TALL)
+            total = add_product(total, values, gate, ROWS, TALL)
             if GATED:
                 if COPIED:
                     up = weight.load([weight_row + columns, start])
                 else:
                     up = tl.load(weight_ptr + columns.to(tl.int64) * size + inner, mask=in_weight, other=None if EVEN else 0.0)
-                total_up = _add_product(total_up, values, up, TALL)
+                total_up = add_product(total_up, values, up, ROWS, TALL)
         if GATED:
             total = total * tl.sigmoid(total) * total_up
         if TALL:
             total = total.T
         y_row_ptr = y_ptr + (place if GATED else assignment).to(tl.int64)[:, None] * columns
         tl.store(y_row_ptr + column[None, :], total.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & (column < columns)[None, :])
-
-
-@triton.jit
-def _add_product(total, x, weight, TALL: tl.constexpr):
-    first, second = (weight, x.T) if TALL else (x, weight.T)
-    return tl.dot(first, second, total, input_precision="ieee")
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.launch import cdiv, next_power_of_2, pdl_options
 from kernels.noise import gumbel, gumbel_block
 from kernels.sampling import FAILED, GREEDY_BELOW
+from kernels.search import order_key
 
 LOW = tl.constexpr(2**32 - 1)
 NAN = tl.constexpr(2**63 - 1)  # of a row that is to fail: no other is larger
@@ -58,7 +59,8 @@ def scores_of(logits: Tensor, ids: Tensor, temperature: Tensor, seeds: Tensor, p
 
 
 def keys_of(scores: Tensor, ids: Tensor) -> Tensor:
-    """float32 and int32, alike in shape -> int64 in the order of (score ascending, id descending): the largest is the one to choose."""
+    """float32 `[B, C]` and integers of that shape or `[C]` -> int64 in the order of (score ascending, id descending): the largest is the
+    one to choose."""
     bits = (scores + 0.0).view(torch.int32)  # -0 and 0 are equal
     ordered = bits.where(bits >= 0, bits ^ SIGN.value).long()
     keys: Tensor = (ordered << 32) | (LOW.value - ids.long())
@@ -111,9 +113,7 @@ def _offer_kernel(
         seeds, positions = tl.load(seeds_ptr + row, mask=inside, other=0), tl.load(positions_ptr + row, mask=inside, other=0)
         noisy = scores / tl.where(random, temperature, 1.0) + gumbel_block(seeds, positions, id_)
         scores = tl.where(random, noisy, scores)
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
-    ordered = tl.where(bits >= 0, bits, bits ^ SIGN).to(tl.int64)
-    key = (ordered << 32) | (id_.to(tl.int64) ^ LOW)
+    key = (order_key(scores).to(tl.int64) << 32) | (id_.to(tl.int64) ^ LOW)
     tl.store(offers_ptr + row, tl.where(failed, NAN, key), mask=inside)
 
 
