@@ -38,6 +38,9 @@ Out = Annotated[Path, typer.Option(help="Folder for the JSON, the plots, and the
 OUT = Path("build/benchmarks")
 Model = Annotated[list[str], typer.Option(help="A shape of benchmarks/shapes or a folder with a config.json; repeatable.")]
 MODELS = sorted(PEERS)  # those that others were measured with
+Rows = Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")]
+Context = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
+Steps = Annotated[int, typer.Option(min=1, help="Steps.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, typer.Option("--quick", help="One run of each line.")]
 Limit = Annotated[float, typer.Option(min=1, help="Seconds for each model, its start included; lines that do not fit are left out.")]
@@ -163,7 +166,7 @@ def _policies(names: list[str]) -> list[PolicyName]:
 @app.command("distance")
 def _distance(
     model: Annotated[list[str], typer.Option(help="0.6b, 8b or 14b; repeatable.")] = ["0.6b", "8b"],  # noqa: B006
-    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [1, 32, 256],  # noqa: B006
+    rows: Rows = [1, 32, 256],  # noqa: B006
     delay_ms: Annotated[list[float], typer.Option(min=0, help="One way; the first is what others are compared with.")] = [0, 1, 5],  # noqa: B006
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.5, help="Of each of a run's two loads.")] = 2.5,
@@ -176,9 +179,9 @@ def _distance(
 @app.command("decode")
 def _decode(
     model: Model = MODELS,
-    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = list(Cases.rows),  # noqa: B006
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
-    tokens: Annotated[int, typer.Option(min=1, help="Steps.")] = Cases.tokens,
+    rows: Rows = list(Cases.rows),  # noqa: B006
+    context: Context = Cases.context,
+    tokens: Steps = Cases.tokens,
     device: Device = "auto",
     quick: Quick = False,
     limit_s: Limit = Options.limit_s,
@@ -194,7 +197,7 @@ def _decode(
 def _prefill(
     model: Model = MODELS,
     prompts: Annotated[int, typer.Option(min=1, help="That come together.")] = Cases.prefill_prompts,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
+    context: Context = Cases.context,
     device: Device = "auto",
     quick: Quick = False,
     limit_s: Limit = Options.limit_s,
@@ -226,9 +229,9 @@ def _offline(
 @app.command("sampling")
 def _sampling(
     model: Model = MODELS,
-    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [256],  # noqa: B006
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
-    tokens: Annotated[int, typer.Option(min=1, help="Steps.")] = Cases.tokens,
+    rows: Rows = [256],  # noqa: B006
+    context: Context = Cases.context,
+    tokens: Steps = Cases.tokens,
     device: Device = "auto",
     quick: Quick = False,
     limit_s: Limit = Options.limit_s,
@@ -243,9 +246,9 @@ def _sampling(
 @app.command("deterministic")
 def _deterministic(
     model: Model = ["Qwen3-0.6B"],  # noqa: B006
-    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [1, 256],  # noqa: B006
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
-    tokens: Annotated[int, typer.Option(min=1, help="Steps.")] = Cases.tokens,
+    rows: Rows = [1, 256],  # noqa: B006
+    context: Context = Cases.context,
+    tokens: Steps = Cases.tokens,
     device: Device = "auto",
     quick: Quick = False,
     limit_s: Limit = Options.limit_s,
@@ -284,9 +287,9 @@ def _comparison(
 @app.command("profile")
 def _profile(
     model: Annotated[str, typer.Option(help="A shape of benchmarks/shapes or a folder with a config.json.")] = "Qwen3-0.6B",
-    rows: Annotated[list[int], typer.Option(min=1, help="Rows that decode at a time; repeatable.")] = [1, 32, 256],  # noqa: B006
+    rows: Rows = [1, 32, 256],  # noqa: B006
     prompts: Annotated[int, typer.Option(min=0, help="New ones that come together, for a profile of their prefill; 0: none.")] = 16,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = Cases.context,
+    context: Context = Cases.context,
     device: Device = "auto",
     worker: Worker = [],  # noqa: B006
     out: Out = OUT,
@@ -346,7 +349,7 @@ def _tiles(
     operations: Annotated[list[str] | None, typer.Argument(help="Which; without any, all.")] = None,
     out: Out = OUT,
 ) -> None:
-    """What tile configurations of prefill attention and experts take."""
+    """What tile configurations of attention take."""
     _finish(tiles(operations or []), out)
 
 

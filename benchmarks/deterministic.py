@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from benchmarks import decode
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.models import QUICK_REPEATS, QUICK_SUSTAINED_S, REPEATS, Cases
@@ -16,7 +14,7 @@ ROWS, STEP_MS, CHECKED = (decode.COLUMNS.index(name) for name in ("rows", "ms a 
 
 def deterministic(models: Sequence[str], cases: Cases, options: Options) -> Report:
     """A line for each model and number of rows. Raises WrongOutput when decoding and prefilling differ in any token in the mode."""
-    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device_type
     ceilings = measure_ceilings(device, QUICK_SUSTAINED_S)
     gpu, repeats = circumstances()["gpu"], QUICK_REPEATS if options.quick else REPEATS
     rows: list[Sequence[Value]] = []

@@ -4,8 +4,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from benchmarks import decode, offline, prefill, sampling
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.decode import measure_decode
@@ -43,7 +41,7 @@ def measure_models(models: Sequence[str], cases: Cases, options: Options) -> tup
     """The reports, and what went wrong with which model: the others are measured all the same. Raises ConfigError for no model."""
     for model in models:
         config_file(model)
-    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device_type
     ceilings = measure_ceilings(device, QUICK_SUSTAINED_S) if options.quick else measure_ceilings(device)
     gpu, failures = circumstances()["gpu"], []
     print(f"ceilings: {ceilings}", flush=True)

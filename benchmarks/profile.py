@@ -9,7 +9,6 @@ from itertools import count
 from pathlib import Path
 
 import psutil
-import torch
 
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.floors import decode_step_s
@@ -39,7 +38,7 @@ class Work:
 def profile(model: str, rows: Sequence[int], prompts: int, context: int, options: Options, out: Path) -> list[Report]:
     """One report for each number of decode rows, and one of steps that prefill so many new prompts at a time, unless it is 0; the
     traces stay in `out`."""
-    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device_type
     ceilings = measure_ceilings(device)
     folder = (out / "traces").absolute()
     traced = replace(options, worker={**options.worker, "profile_folder": str(folder)})

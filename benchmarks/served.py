@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.peers import GPU, PEERS, PEERS_OF_TWO, Peers
@@ -40,6 +42,11 @@ class Options:
     limit_s: float = 480.0  # of one model, its start included; rows that do not fit are left out
     worker: dict[str, Any] = field(default_factory=dict)  # other settings of the worker
     logs: Path | None = None  # where those of each model's processes stay, in a folder of its name
+
+    @property
+    def device_type(self) -> str:
+        """What the worker will compute on."""
+        return self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass
@@ -109,7 +116,7 @@ class Served:
     def way(self) -> Way | None:
         """Of the last call; None where several groups may have had its requests."""
         begin, end = self.span
-        (requests, groups) = (self._page("scheduler", f"debug/{name}").json() for name in ("requests", "groups"))
+        (requests, groups) = (_page(self.llm, "scheduler", f"debug/{name}").json() for name in ("requests", "groups"))
         if len(groups["groups"]) > 1:
             return None
         arrived = min((each["arrived_at_s"] for each in requests["ended"] if each["arrived_at_s"] > begin), default=begin)
@@ -130,17 +137,12 @@ class Served:
         }
         workers = [service for service in self.llm.admin_ports if service.startswith("worker")]
         for worker in workers:
-            for family in text_string_to_metric_families(self._page(worker, "metrics").text):
-                for sample in family.samples:
-                    name = names.get((sample.name, sample.labels.get("kind")))
-                    if name is not None:
-                        found[name] += sample.value
+            for sample in _samples(self.llm, worker):
+                name = names.get((sample.name, sample.labels.get("kind")))
+                if name is not None:
+                    found[name] += sample.value
         found["busy_s"] /= len(workers)
         return Steps(**found)
-
-    def _page(self, service: str, page: str) -> httpx.Response:
-        """Of an admin port."""
-        return httpx.get(f"http://127.0.0.1:{self.llm.admin_ports[service]}/{page}", trust_env=False).raise_for_status()
 
     def check(self, prompts: Prompts) -> float:
         """The share of tokens that decoding, all prompts at a time, chooses as prefilling the same sequences does at the same places.
@@ -173,11 +175,19 @@ class Served:
 
 def startup(llm: LLM) -> str:
     """What the start of the first worker took, by phase."""
-    port = next(port for service, port in llm.admin_ports.items() if service.startswith("worker"))
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).raise_for_status().text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = _samples(llm, next(service for service in llm.admin_ports if service.startswith("worker")))
     seconds = {each.labels["phase"]: each.value for each in samples if each.name == "lockstep_worker_startup_seconds"}
     return f"{sum(seconds.values()):.1f} s: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
+
+
+def _page(llm: LLM, service: str, page: str) -> httpx.Response:
+    """Of an admin port."""
+    return httpx.get(f"http://127.0.0.1:{llm.admin_ports[service]}/{page}", trust_env=False).raise_for_status()
+
+
+def _samples(llm: LLM, service: str) -> list[Sample]:
+    """Of all metrics."""
+    return [sample for family in text_string_to_metric_families(_page(llm, service, "metrics").text) for sample in family.samples]
 
 
 @contextlib.contextmanager

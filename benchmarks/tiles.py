@@ -1,12 +1,10 @@
-"""Times tile configurations of attention and of the experts: `python -m benchmarks tiles`.
+"""Times tile configurations of attention: `python -m benchmarks tiles`.
 
-Their configurations stand in the kernels, by shape of head, shares of a row and tokens an expert: this prints what each candidate
-takes, so that a person can put the best there. A candidate that does not fit the GPU is left out.
+Their configurations stand in the kernels, by shape of head and shares of a row: this prints what each candidate takes, so that a person
+can put the best there. A candidate that does not fit the GPU is left out.
 """
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -18,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels import PAGE_SIZE, KVCache
 from benchmarks.launches import L2_BYTES, Launch, randn, time_launches
 from benchmarks.report import Report, Value
+from benchmarks.tuning import PROCESSES, compilers
 from kernels import decode_attention, prefill_attention
 from kernels.decode_attention import decode_attention_triton
 from kernels.linear import linear
@@ -28,7 +27,6 @@ from shared.errors import ConfigError
 
 REPLAYS = 5
 FASTEST = 4  # of a case, that are shown
-PROCESSES = 14
 PREFILLS = ((16, 8, 1, 8192), (16, 8, 16, 1024), (40, 8, 1, 8192), (40, 8, 16, 1024), (32, 8, 64, 256))  # heads, rows, length
 DECODES = ((16, 8, 1024), (32, 8, 4096), (40, 8, 5120))  # heads, hidden size
 DECODE_SPLITS = {1: (8, 16, 32), 4: (8, 16), 8: (4, 6, 8), 16: (2, 3, 4), 32: (1, 2), 64: (1, 2), 256: (1,)}  # by rows
@@ -135,7 +133,7 @@ def tiles(operations: Sequence[str]) -> Report:
         raise ConfigError(f"no operation: {', '.join(sorted(unknown))}" if unknown else "tiles are measured on a GPU, and none is here")
     lines: list[Sequence[Value]] = []
     for name in operations or KINDS:
-        with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with compilers() as pool:
             list(pool.map(partial(compile_some, name), range(PROCESSES)))
         times: dict[str, list[tuple[float, Candidate]]] = {}
         for candidate in KINDS[name]():

@@ -6,9 +6,6 @@ makes use of. That is tried with the fastest few. A configuration is written to 
 beats the library by more than noise. Then the two products around a norm are timed with its kernel between them, and without it.
 """
 
-import copy
-import json
-import multiprocessing
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -22,14 +19,14 @@ from benchmarks.launches import DTYPE
 from benchmarks.products import Inputs, runs
 from benchmarks.report import Report, Value
 from benchmarks.tune_norms import Around, around_norm, compile_around, decide_norm
+from benchmarks.tuning import PROCESSES, RenewedTable, compilers
 from kernels.linear import Config
-from kernels.tuning import Table, file_name, table
+from kernels.tuning import Table
 from shared.errors import ConfigError
 
 ROWS = (1, 8, 16, 32, 64)
 GAIN = 0.98  # of the library's time, that a configuration must stay below
 ROUGH_REPLAYS, FINE_REPLAYS, FINALISTS = 4, 20, 4
-PROCESSES = 14
 
 
 class Job(NamedTuple):
@@ -83,16 +80,15 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
         raise ConfigError("products are tuned on a GPU, and none is here")
     deadline = time.monotonic() + limit_s
     shapes = list(dict.fromkeys(each for size in ranks for model in models for each in products(model, size)))
-    tuned_table, path = copy.deepcopy(table(torch.device("cuda", 0))), out / file_name(torch.cuda.get_device_name())
-    out.mkdir(parents=True, exist_ok=True)
+    renewed = RenewedTable(out)
     norms = list(dict.fromkeys(join for model in models for join in joins(model))) if 1 in ranks else []
     around: list[tuple[Around, Future[None]]] = []
     lines: list[Sequence[Value]] = []
-    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
-        compilers = Compilers(pool)
+    with compilers() as pool:
+        ahead_of_timing = Compilers(pool)
 
         def started(count: int) -> list[Future[None]]:
-            return compilers.start(Job(each, count, tuned) for each in shapes for tuned in candidates(each, count))
+            return ahead_of_timing.start(Job(each, count, tuned) for each in shapes for tuned in candidates(each, count))
 
         waiting = started(rows[0])
         for number, count in enumerate(rows):
@@ -104,27 +100,27 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
                     break
                 best = Inputs(each, count).timed(candidates(each, count), ROUGH_REPLAYS)[:FINALISTS]
                 finals.append(Finals(each, count, [config for _, tuned in best for config in (tuned, *reading_ahead(each, tuned))]))
-            ahead = compilers.start(Job(each, count, tuned) for each, count, configs in finals for tuned in configs)
+            ahead = ahead_of_timing.start(Job(each, count, tuned) for each, count, configs in finals for tuned in configs)
             waiting = started(rows[number + 1]) if number + 1 < len(rows) else []
             wait(ahead, timeout=max(deadline - time.monotonic(), 0.0))
             print(f"M={count}: finalists are compiled, {deadline - time.monotonic():.0f} s left", flush=True)
             for final in finals:
                 if time.monotonic() > deadline:
                     break
-                lines.append(_decide(final, tuned_table))
-            path.write_text(json.dumps(tuned_table, indent=1, sort_keys=True) + "\n")
+                lines.append(_decide(final, renewed.entries))
+            renewed.write()
             decided = {final.product for final in finals}
-            new = [each for join in norms if decided.issuperset(join) for each in around_norm(join, count, tuned_table)]
+            new = [each for join in norms if decided.issuperset(join) for each in around_norm(join, count, renewed.entries)]
             around += [(each, pool.submit(compile_around, each)) for each in new]
         wait([compiling for _, compiling in around], timeout=max(deadline - time.monotonic(), 0.0))
-        lines += [decide_norm(each, tuned_table) for each, compiling in around if compiling.done()]
-        path.write_text(json.dumps(tuned_table, indent=1, sort_keys=True) + "\n")
+        lines += [decide_norm(each, renewed.entries) for each, compiling in around if compiling.done()]
+        renewed.write()
         pool.shutdown(cancel_futures=True)
     return Report(
         name="tune",
         columns=("operation", "shape", "rows", "library us", "ours us", "winner", "TB/s", "configuration"),
         rows=lines,
-        notes=(f"the table is in {path}: copy it to kernels/",),
+        notes=(f"the table is in {renewed.path}: copy it to kernels/",),
     )
 
 

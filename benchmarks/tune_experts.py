@@ -5,12 +5,9 @@ one configuration of gate and up after the other, then, beside the fastest of th
 written to the table of this GPU (`kernels/tuning_*.json`).
 """
 
-import copy
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,13 +19,14 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.launches import DTYPE, Launch, randn, time_launches
 from benchmarks.report import Report, Value
+from benchmarks.tuning import PROCESSES, RenewedTable, compilers
 from benchmarks.workload import config_file
 from kernels.moe import moe, moe_torch
 from kernels.moe_few import FewConfig, moe_few_triton
 from kernels.moe_grouped import MOST_RANKED_TOKENS, GroupedConfig, grouped_product_triton, moe_grouped_triton
 from kernels.routing import assign_triton
 from kernels.silu_and_mul import silu_and_mul
-from kernels.tuning import Table, file_name, table
+from kernels.tuning import Table
 from services.worker.engine.roofline import Shape
 from shared.errors import ConfigError
 
@@ -36,7 +34,6 @@ TOKENS = (1, 8, 128, 16384, 1024, 256, 32, 2048, 512, 4, 2, 16)  # those first t
 FEW_TOKENS = 8
 LIBRARY_TOKENS = 1024  # from here on torch's grouped product is tried beside
 REPLAYS, ROUTES = 4, 8
-PROCESSES = 14
 MAX_ERROR = 0.02  # of a row, relative
 
 
@@ -258,14 +255,13 @@ def tune_experts(models: Sequence[str], tokens: Sequence[int], limit_s: float, o
     deadline = time.monotonic() + limit_s
     mixtures = list(dict.fromkeys(Mixture.of(model) for model in models))
     jobs = [job for mixture in mixtures for job in _jobs(mixture, tokens)]
-    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with compilers() as pool:
         waiting = [pool.submit(compile_assignment, mixture, count) for mixture in mixtures for count in tokens]
         list(pool.map(compile_jobs, [jobs[first::PROCESSES] for first in range(PROCESSES)]))
         for each in waiting:
             each.result()
     print(f"{len(jobs)} candidates are compiled, {deadline - time.monotonic():.0f} s left", flush=True)
-    tuned_table, path = copy.deepcopy(table(torch.device("cuda", 0))), out / file_name(torch.cuda.get_device_name())
-    out.mkdir(parents=True, exist_ok=True)
+    renewed = RenewedTable(out)
     lines: list[Sequence[Value]] = []
     for mixture in mixtures:
         gate_up = randn(mixture.experts, 2 * mixture.inner, mixture.hidden) / mixture.hidden**0.5
@@ -273,13 +269,13 @@ def tune_experts(models: Sequence[str], tokens: Sequence[int], limit_s: float, o
         for count in tokens:
             if time.monotonic() > deadline:
                 break
-            lines.append(_decide(Case(mixture, weights, count), tuned_table))
-            path.write_text(json.dumps(tuned_table, indent=1, sort_keys=True) + "\n")
+            lines.append(_decide(Case(mixture, weights, count), renewed.entries))
+            renewed.write()
     return Report(
         name="tune-experts",
         columns=("experts", "tokens", "now us", "few us", "grouped us", "library us", "TB/s", "TFLOP/s", "configuration"),
         rows=lines,
-        notes=(f"route and all that follows; the table is in {path}: copy it to kernels/",),
+        notes=(f"route and all that follows; the table is in {renewed.path}: copy it to kernels/",),
     )
 
 

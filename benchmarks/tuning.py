@@ -1,0 +1,30 @@
+"""What searches for configurations share: a pool that compiles candidates, and the table of this GPU that is renewed."""
+
+import copy
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from kernels.tuning import file_name, table
+
+PROCESSES = 14  # that compile at the same time
+
+
+def compilers() -> ProcessPoolExecutor:
+    """PROCESSES that compile into the cache that all processes share."""
+    return ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn"))
+
+
+class RenewedTable:
+    """That of this GPU as it stands: what is put into `entries` is written to a folder of its own, to be copied to kernels/."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.entries = copy.deepcopy(table(torch.device("cuda", 0)))
+        self.path = folder / file_name(torch.cuda.get_device_name())
+
+    def write(self) -> None:
+        self.path.write_text(json.dumps(self.entries, indent=1, sort_keys=True) + "\n")
