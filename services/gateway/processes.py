@@ -5,15 +5,12 @@ starts the others, starts one again that has died, answers on the admin port for
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -25,6 +22,7 @@ from services.gateway.server import LAST_WORDS_S, serve
 from services.gateway.settings import GatewaySettings
 from shared.admin import admin
 from shared.errors import LockstepError
+from shared.ports import port_of, reserve
 from shared.process import write_ports
 from shared.service import run_with
 
@@ -58,21 +56,12 @@ def run_child(settings: GatewaySettings, memory: Any, number: int) -> None:
 
 async def serve_all(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Serves with `settings.processes` processes until `stop` is set and all have drained. Raises LockstepError when they cannot start."""
-    with _reserved(settings.host, settings.port) as port, tempfile.TemporaryDirectory(prefix="lockstep-gateway-") as folder:
-        await _Family(settings, port, Path(folder)).serve(stop)
-
-
-@contextlib.contextmanager
-def _reserved(host: str, port: int) -> Iterator[int]:
-    """A port that stays ours while none of the processes listens there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as reservation:
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            reservation.bind((host, port))
-        except OSError as error:
-            raise LockstepError(f"port: cannot listen on {host}:{port}: {error}") from error
-        yield int(reservation.getsockname()[1])
+    try:
+        reservation = reserve(settings.host, settings.port)
+    except OSError as error:
+        raise LockstepError(f"port: cannot listen on {settings.host}:{settings.port}: {error}") from error
+    with reservation, tempfile.TemporaryDirectory(prefix="lockstep-gateway-") as folder:
+        await _Family(settings, port_of(reservation), Path(folder)).serve(stop)
 
 
 class _Family:

@@ -45,9 +45,9 @@ class Backend:
         self._children: list[Child] = []
         self._broken = False
         names = ["worker"] if groups == 1 else [f"worker-{number}" for number in range(groups)]
-        common = ("--host", LOOPBACK, "--model", str(model.absolute()), *worker)
+        common = ("--model", str(model.absolute()), *worker)
         self._workers = [
-            Child(name, ["--group", f"group-{number}", *common], self.logs, logging.WARNING, variables)
+            Child(name, LOOPBACK, ["--group", f"group-{number}", *common], self.logs, logging.WARNING, variables)
             for number, (name, variables) in enumerate(zip(names, devices, strict=True))
         ]
 
@@ -59,8 +59,10 @@ class Backend:
             ports.append(await self._start(worker))
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
         progress.show("starting the scheduler")
-        own = ("--host", LOOPBACK, *SCHEDULER, *_quiet(os.environ), *(f"--worker={address}" for address in addresses))
-        scheduler = await self._start(Child("scheduler", own, self.logs, logging.ERROR))  # it warns of workers that are not ready yet
+        own = (*SCHEDULER, *_quiet(os.environ), *(f"--worker={address}" for address in addresses))
+        scheduler = await self._start(
+            Child("scheduler", LOOPBACK, own, self.logs, logging.ERROR)
+        )  # it warns of workers that are not ready yet
         for worker, address in zip(self._workers, addresses, strict=True):
             self.groups.append(await self.unless_ended(until_loaded(address, progress, f"{worker.name}: ", _is_taken)))
         self._children[-1].forward_from = logging.WARNING

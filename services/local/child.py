@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shared.ports import port_of, reserve
+
 logger = logging.getLogger(__name__)
 
 RECORD = re.compile(r"\S+ \[(?P<level>\w+) *\] (?P<text>.*?)(?: service=\S+)?")  # as shared/logging.py renders it
@@ -34,16 +36,17 @@ class Child:
     def __init__(
         self,
         name: str,
+        host: str,
         arguments: Sequence[str],
         logs: Path,
         forward_from: int,
         variables: Mapping[str, str] | None = None,
         port: int = 0,
     ) -> None:
-        """port: to listen on, 0: a free one. variables: of its environment, beside ours."""
+        """host, port: to listen on, 0: a free one. variables: of its environment, beside ours."""
         self.name, self._service = name, name.partition("-")[0]
         self.forward_from = forward_from  # the level of logging from which its lines go to the terminal
-        self._arguments, self._variables, self._port = arguments, variables, port
+        self._host, self._port, self._arguments, self._variables = host, port, arguments, variables
         self._log_path = logs / f"{name}.log"
         self._ports_path = logs / f"{name}-ports.json"
         self.last_line, self._last_line_was_shown = "", False
@@ -51,15 +54,17 @@ class Child:
 
     async def start(self) -> None:
         self._log_path.unlink(missing_ok=True)  # of the run before
+        self._reservation = reserve(self._host, self._port)
         await self._start()
 
     async def start_again(self) -> None:
-        """After it has ended: on the port that it had, and its log goes on."""
+        """After it has ended: on the port that it had, which nobody got meanwhile, and its log goes on."""
         await self._start()
 
     async def _start(self) -> None:
         self._ports_path.unlink(missing_ok=True)
-        common = ["--ports-file", str(self._ports_path), "--parent-pid", str(os.getpid()), "--admin-port", "0", "--port", str(self._port)]
+        common = ["--host", self._host, "--port", str(port_of(self._reservation)), "--admin-port", "0"]
+        common += ["--ports-file", str(self._ports_path), "--parent-pid", str(os.getpid())]
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", f"services.{self._service}", *common, *self._arguments),
             stdin=asyncio.subprocess.DEVNULL,
@@ -76,12 +81,10 @@ class Child:
         """The ports that it has bound, once it has: `grpc` or `http`, and `admin`."""
         while not self._ports_path.exists():
             await asyncio.sleep(PORTS_EVERY_S)
-        ports = {name: int(port) for name, port in json.loads(self._ports_path.read_text()).items()}
-        self._port = ports["http" if self._service == "gateway" else "grpc"]
-        return ports
+        return {name: int(port) for name, port in json.loads(self._ports_path.read_text()).items()}
 
     async def stop(self, within_s: float, hurry: asyncio.Event) -> None:
-        """Ends the child: SIGTERM, and SIGKILL to it and its own children after `within_s`, or at once on `hurry`."""
+        """Ends the child and gives up its port: SIGTERM, and SIGKILL to it and its own children after `within_s`, or at once on `hurry`."""
         if not self.ended.done():
             self.process.terminate()
             hurried = asyncio.create_task(hurry.wait())
@@ -92,6 +95,7 @@ class Child:
             logger.warning("killing the %s: %s", self.name, why)
             os.killpg(self.process.pid, signal.SIGKILL)
             await self.ended
+        self._reservation.close()
         await self.last_words()
 
     async def last_words(self) -> str:

@@ -27,6 +27,7 @@ from services.local.child import Child, environment
 from services.local.loading import POLL_EVERY_S, POLL_TIMEOUT_S, until_loaded
 from services.local.progress import StartupProgress
 from shared.errors import ConfigError, LockstepError
+from shared.ports import port_of, reserve
 from shared.rpc import host_port
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,11 @@ class Launcher:
                 f"--host {options.host} lets whoever reaches it use it: name a file of API keys with --api-keys; "
                 "'lockstep key NAME --file FILE' makes one"
             )
-        port = free_port(options.host, options.port)
+        with reserved(options.host, options.port) as reservation:
+            await self._serve(port_of(reservation))
+
+    async def _serve(self, port: int) -> None:
+        options = self.options
         folder = Path(".lockstep").absolute()
         run_file = folder / f"run-{port}.json"
         run_file.unlink(missing_ok=True)  # of a launcher that was killed: the port is free
@@ -142,8 +147,7 @@ class Launcher:
 
     async def _start_child(self, name: str, host: str, arguments: list[str], progress: StartupProgress, port: int = 0) -> int:
         progress.show(f"starting the {name}")
-        common = ["--host", host, "--log-level", self.options.log_level]
-        child = Child(name, [*common, *arguments], self.logs, self.forward_from, port=port)
+        child = Child(name, host, ["--log-level", self.options.log_level, *arguments], self.logs, self.forward_from, port=port)
         if name == "gateway":
             self._hush(child)  # until it is healthy
         await child.start()
@@ -252,16 +256,12 @@ async def until_healthy(url: str) -> None:
             await asyncio.sleep(POLL_EVERY_S)
 
 
-def free_port(host: str, port: int) -> int:
-    """The port, or one that the kernel picks for 0, if one could listen there now. Raises ConfigError if not."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has ended do not count
-        try:
-            probe.bind((host, port))
-            probe.listen()
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host_port(host, port)}: {error.strerror}; choose with --host and --port") from error
-        return int(probe.getsockname()[1])
+def reserved(host: str, port: int) -> socket.socket:
+    """Keeps the port, or one that the kernel picks for 0. Raises ConfigError when nobody could listen there now."""
+    try:
+        return reserve(host, port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host_port(host, port)}: {error.strerror}; choose with --host and --port") from error
 
 
 def is_loopback(host: str) -> bool:

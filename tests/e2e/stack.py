@@ -1,4 +1,4 @@
-"""The three services as real processes on ports that the kernel picks, each of which a test may kill."""
+"""The three services as real processes, each of which a test may kill: their ports stay theirs."""
 
 import contextlib
 import json
@@ -16,6 +16,7 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from shared.ports import port_of, reserve
 from tests.processes import Family, eventually
 
 START_S = 100.0  # the demo model on a busy machine
@@ -32,10 +33,11 @@ class Service:
         label = f"{name}-{number}" if number else name
         self.log_file, self._ports_file = folder / f"{label}.log", folder / f"{label}-ports.json"
         self._family, self._arguments = family, arguments
-        self._start({"admin": 0})
+        self._reservations = {option: reserve("127.0.0.1") for option in ("--port", "--admin-port")}
+        self._start()
 
-    def _start(self, ports: Mapping[str, int]) -> None:
-        own = {"--port": ports.get("grpc", ports.get("http", 0)), "--admin-port": ports["admin"], "--parent-pid": os.getpid()}
+    def _start(self) -> None:
+        own = {option: port_of(reservation) for option, reservation in self._reservations.items()} | {"--parent-pid": os.getpid()}
         self._ports_file.unlink(missing_ok=True)
         with self.log_file.open("a") as log:
             common = [f"{name}={value}" for name, value in own.items()]
@@ -47,7 +49,7 @@ class Service:
     def start_again(self) -> None:
         """On the same ports, after it has ended; returns when it listens."""
         assert self.ended
-        self._start(self.ports)
+        self._start()
 
     @property
     def pid(self) -> int:
@@ -77,6 +79,10 @@ class Service:
 
     def terminate(self) -> None:
         self.process.terminate()
+
+    def release_ports(self) -> None:
+        for reservation in self._reservations.values():
+            reservation.close()
 
     @property
     def ready(self) -> bool:
@@ -179,6 +185,7 @@ class Stack:
         finally:
             for service in self._services:
                 service.process.wait(STOP_S)
+                service.release_ports()
                 print(f"---- {service.name}, status {service.process.returncode}\n{service.log}")
 
     def _start(self, name: str, *arguments: str, number: int = 0) -> Service:
