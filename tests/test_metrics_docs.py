@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.gateway.metrics import GatewayMetrics
-from services.scheduler.metrics import TWINS, EngineState, SchedulerMetrics
+from services.scheduler.gauges import EngineState
+from services.scheduler.metrics import TWINS, SchedulerMetrics
 from services.worker.distributed.sums import Sums, SumTime
 from services.worker.engine.interface import Memory
 from services.worker.metrics import WorkerMetrics

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from services.scheduler.gathering import Gathering
+from services.scheduler.gauges import EngineState
 from services.scheduler.health import Health
 from services.scheduler.lead import Lead, StepTimes
 from services.scheduler.meter import Meter, Throughput
-from services.scheduler.metrics import EngineMetrics, EngineState
+from services.scheduler.metrics import EngineMetrics
 from services.scheduler.occupancy import Occupancy
 from services.scheduler.planner import Planner
 from services.scheduler.policy import PolicyName

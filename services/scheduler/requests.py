@@ -56,6 +56,29 @@ class Rejected:
 End = Finished | Rejected
 
 
+@dataclass(frozen=True)
+class RequestTimes:
+    """When a request got where, in seconds on the scheduler's clock; None: it did not."""
+
+    arrived_at: float
+    admitted_at: float | None
+    first_token_at: float | None
+    ended_at: float
+
+    @property
+    def queue_s(self) -> float:
+        """Until it had a slot or, without one, ended."""
+        return (self.ended_at if self.admitted_at is None else self.admitted_at) - self.arrived_at
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def total_s(self) -> float:
+        return self.ended_at - self.arrived_at
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One attempt of one request. `output` is all of the completion so far, so that any group can go on from here."""
@@ -107,6 +130,9 @@ class Request:
     def interrupted(self) -> bool:
         """It was taken and had to change its scheduler or its group: it goes before others, and is not refused for load."""
         return self.attempt > 1 or bool(self.resumed_at or self.moves)
+
+    def times(self, ended_at: float) -> RequestTimes:
+        return RequestTimes(self.arrived_at, self.admitted_at, self.first_token_at, ended_at)
 
     @property
     def needs_scores(self) -> bool:

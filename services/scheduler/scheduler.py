@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 
 from services.scheduler import routing
 from services.scheduler.deadlines import Deadlines
+from services.scheduler.gauges import EngineState
 from services.scheduler.group import Deliver, Group
 from services.scheduler.history import History
-from services.scheduler.metrics import EngineState, RequestTimes, SchedulerMetrics
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.model import Model
 from services.scheduler.overload import Overload
 from services.scheduler.requests import End, Finished, Key, Rejected, Request
@@ -269,7 +270,7 @@ class Scheduler:
     def _count_end(self, request: Request, group: Group | None, now: float) -> None:
         """Once for each request, whatever the number of its attempts."""
         end = request.end
-        times = RequestTimes(request.arrived_at, request.admitted_at, request.first_token_at, now)
+        times = request.times(now)
         self._history.ended(request, group.name if group is not None else "", times)
         if isinstance(end, Rejected):
             self._metrics.rejected(end.reason)

@@ -10,10 +10,11 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as text
 
+from services.scheduler.gauges import EngineState
 from services.scheduler.group import Group
-from services.scheduler.metrics import FINISHED_REASONS, MAX_ENGINES, TOKEN_MODES, EngineState, RequestTimes, SchedulerMetrics
+from services.scheduler.metrics import FINISHED_REASONS, MAX_ENGINES, TOKEN_MODES, SchedulerMetrics
 from services.scheduler.model import Model
-from services.scheduler.requests import Key
+from services.scheduler.requests import Key, RequestTimes
 from services.scheduler.scheduler import Scheduler
 from shared.metrics import new_registry
 from shared.protocol.generation_pb2 import FINISH_REASON_STOP, REJECT_REASON_OVERLOADED

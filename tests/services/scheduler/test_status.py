@@ -2,7 +2,8 @@
 
 from prometheus_client import CollectorRegistry
 
-from services.scheduler.metrics import EngineState, SchedulerMetrics
+from services.scheduler.gauges import EngineState
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.status import status_of
 
 
