@@ -17,10 +17,11 @@ from rich.progress import Progress
 
 from benchmarks.report import Plot, Report, Series
 from benchmarks.virtual import Clock, VirtualWorker
+from services.scheduler.ends import Rejected
 from services.scheduler.group import Group
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.model import Model
-from services.scheduler.requests import Rejected, Request
+from services.scheduler.requests import Request
 from services.scheduler.scheduler import Scheduler
 from services.worker.engine.roofline import GPUS, MODELS, Roofline
 from services.worker.engine.simulated import Language, SimulatedDevice

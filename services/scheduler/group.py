@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from services.scheduler.ends import End
 from services.scheduler.gathering import Gathering
 from services.scheduler.gauges import EngineState
 from services.scheduler.health import Health
@@ -15,7 +16,7 @@ from services.scheduler.metrics import EngineMetrics
 from services.scheduler.occupancy import Occupancy
 from services.scheduler.planner import Planner
 from services.scheduler.policy import PolicyName
-from services.scheduler.requests import End, Request
+from services.scheduler.requests import Request
 from services.scheduler.results import Results
 from services.scheduler.steps import Outstanding, StepResult
 from shared.errors import ProtocolError

@@ -12,7 +12,8 @@ from typing import Any
 
 from opentelemetry.trace import NoOpTracer, Tracer, set_span_in_context
 
-from services.scheduler.requests import Finished, Request, RequestTimes
+from services.scheduler.ends import Finished
+from services.scheduler.requests import Request, RequestTimes
 from services.scheduler.timeline import phases, text
 from shared.protocol.generation_pb2 import FinishReason, RejectReason
 from shared.tracing import context_of

@@ -4,10 +4,11 @@ docs/scheduling.md draws the life of a slot.
 """
 
 from services.scheduler.admission import Admissions
+from services.scheduler.ends import End
 from services.scheduler.memory import Memory
 from services.scheduler.metrics import EngineMetrics
 from services.scheduler.pages import InvariantError
-from services.scheduler.requests import End, Request
+from services.scheduler.requests import Request
 from services.scheduler.slots import Slots
 from services.scheduler.tenants import Tenants
 from services.scheduler.waiting import WaitingQueue

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from services.scheduler.ends import Rejected
 from services.scheduler.group import Group
 from services.scheduler.meter import Meter
-from services.scheduler.requests import Rejected, Request
+from services.scheduler.requests import Request
 from services.scheduler.waiting import WaitingQueue
 from shared.protocol.generation_pb2 import REJECT_REASON_DEADLINE, REJECT_REASON_OVERLOADED
 

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.scheduler.ends import End
 from services.scheduler.scores import Scores
 from services.scheduler.timeline import Timeline
-from shared.protocol.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, RejectReason
+from shared.protocol.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from shared.protocol.plan import Int32s
 
 
@@ -34,26 +35,6 @@ class Sampling:
     @property
     def penalises(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """How a request ended that was accepted."""
-
-    reason: FinishReason
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """Why a request was not accepted."""
-
-    reason: RejectReason
-    detail: str
-    retry_after_ms: int = 0
-
-
-End = Finished | Rejected
 
 
 @dataclass(frozen=True)

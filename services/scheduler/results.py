@@ -7,17 +7,14 @@ whole arrays; only the requests of the others are looked at one by one.
 import numpy as np
 from numpy.typing import NDArray
 
+from services.scheduler.ends import FAILED, STOPPED_EARLY, Finished
 from services.scheduler.metrics import EngineMetrics
 from services.scheduler.occupancy import Occupancy
-from services.scheduler.requests import Finished, Request
+from services.scheduler.requests import Request
 from services.scheduler.scores import Records, by_row, by_token
 from services.scheduler.slots import Rows
 from services.scheduler.steps import Outstanding, StepResult
-from shared.protocol.generation_pb2 import FINISH_REASON_ERROR
 from shared.protocol.plan import FAILED_ROW, Int32s
-
-FAILED = Finished(FINISH_REASON_ERROR, "the model's output was not finite")
-STOPPED_EARLY = Finished(FINISH_REASON_ERROR, "the worker ended the request for a reason that the scheduler does not know")
 
 _NONE_FAILED = np.empty((0, 0), dtype=np.bool_)
 

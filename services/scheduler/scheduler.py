@@ -1,47 +1,39 @@
 """All requests and all groups of this scheduler: what comes in, where it goes, when it is given up. Without I/O, told the time."""
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from services.scheduler import routing
 from services.scheduler.deadlines import Deadlines
+from services.scheduler.early_cancels import EarlyCancels
+from services.scheduler.ends import (
+    CANCELLED,
+    FAILED,
+    LOST,
+    LOST_TOO_OFTEN,
+    MAX_UNPLANNED_MOVES,
+    OUT_OF_TIME,
+    STOPPED,
+    SUPERSEDED,
+    TOO_LONG,
+    UNAVAILABLE,
+    End,
+    Finished,
+    Rejected,
+)
 from services.scheduler.gauges import EngineState
 from services.scheduler.group import Deliver, Group
 from services.scheduler.history import History
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.model import Model
 from services.scheduler.overload import Overload
-from services.scheduler.requests import End, Finished, Key, Rejected, Request
-from services.scheduler.results import FAILED
+from services.scheduler.requests import Key, Request
 from services.scheduler.steps import StepResult
 from services.scheduler.validation import Refused, to_request
 from services.scheduler.waiting import WaitingQueue
-from shared.protocol.generation_pb2 import (
-    FINISH_REASON_CANCELLED,
-    FINISH_REASON_DEADLINE,
-    FINISH_REASON_STOP,
-    FINISH_REASON_UNAVAILABLE,
-    REJECT_REASON_TOO_LONG,
-    REJECT_REASON_UNAVAILABLE,
-    Submit,
-)
+from shared.protocol.generation_pb2 import Submit
 
 logger = logging.getLogger(__name__)
-
-MAX_TOMBSTONES = 10_000
-MAX_UNPLANNED_MOVES = 3  # of a request: one that takes along every group that computes it must end
-
-CANCELLED = Finished(FINISH_REASON_CANCELLED)
-STOPPED = Finished(FINISH_REASON_STOP, "a stop string")
-SUPERSEDED = Finished(FINISH_REASON_CANCELLED, "a newer attempt took over")
-LOST = Finished(FINISH_REASON_UNAVAILABLE, "the worker was lost, and none took over in time")
-LOST_TOO_OFTEN = Finished(
-    FINISH_REASON_UNAVAILABLE, f"the worker was lost, as were {MAX_UNPLANNED_MOVES} workers or schedulers before it that had the request"
-)
-OUT_OF_TIME = Finished(FINISH_REASON_DEADLINE, "the deadline passed")
-TOO_LONG = Rejected(REJECT_REASON_TOO_LONG, "prompt and completion exceed the KV cache of every worker group")
-UNAVAILABLE = Rejected(REJECT_REASON_UNAVAILABLE, "no worker group is ready")
 
 
 class Scheduler:
@@ -73,7 +65,7 @@ class Scheduler:
         self._held = WaitingQueue()  # until a group can take them
         self._paused = False
         self._deadlines = Deadlines()
-        self._tombstones: OrderedDict[Key, int] = OrderedDict()  # highest attempt cancelled of requests that are unknown
+        self._early_cancels = EarlyCancels()
         metrics.no_engine.watch(lambda: EngineState(waiting=len(self._held), waiting_tokens=self._held.tokens))
 
     @property
@@ -114,12 +106,12 @@ class Scheduler:
         except Refused as error:
             return Rejected(error.reason, str(error))
         reason = request.finish_reason() if request.resumed_at else None
-        if self._tombstones.pop(request.key, 0) >= request.attempt:
+        if self._early_cancels.take(request.key, request.attempt):
             request.end = CANCELLED
         elif reason is not None:  # all had been delivered but its end
             request.end = Finished(reason)
         if request.end is not None:
-            self._count_end(request, None, now)
+            self._count_ends([(request, None)], now)
             self._deliver([request], now)
             return None
         refused = None if request.interrupted else self._load.refuses(request, self._held, self.groups, now)
@@ -138,9 +130,7 @@ class Scheduler:
             request.accepted_tokens = accepted_tokens
             self._end(request, STOPPED if stopped else CANCELLED, now)
         elif request is None:
-            self._tombstones[key] = max(attempt, self._tombstones.get(key, 0))
-            if len(self._tombstones) > MAX_TOMBSTONES:
-                self._tombstones.popitem(last=False)
+            self._early_cancels.add(key, attempt)
 
     def drop_session(self, session: int, now: float) -> int:
         """The gateway is gone: nobody waits for its requests. Returns how many they were."""
@@ -263,20 +253,16 @@ class Scheduler:
         request.failed_at += (group,)
         return request.unplanned_moves <= MAX_UNPLANNED_MOVES
 
-    def _count_ends(self, gone: list[tuple[Request, Group | None]], now: float) -> None:
-        for request, group in gone:
-            self._count_end(request, group, now)
-
-    def _count_end(self, request: Request, group: Group | None, now: float) -> None:
-        """Once for each request, whatever the number of its attempts."""
-        end = request.end
-        times = request.times(now)
-        self._history.ended(request, group.name if group is not None else "", times)
-        if isinstance(end, Rejected):
-            self._metrics.rejected(end.reason)
-        elif end is not None and end is not SUPERSEDED:
-            engine = group.metrics if group is not None else self._metrics.no_engine
-            engine.ended(end.reason, len(request.prompt_ids), len(request.output), request.max_tokens, times)
+    def _count_ends(self, ended: list[tuple[Request, Group | None]], now: float) -> None:
+        """Each request once, whatever the number of its attempts, with the group that had it."""
+        for request, group in ended:
+            end, times = request.end, request.times(now)
+            self._history.ended(request, group.name if group is not None else "", times)
+            if isinstance(end, Rejected):
+                self._metrics.rejected(end.reason)
+            elif end is not None and end is not SUPERSEDED:
+                engine = group.metrics if group is not None else self._metrics.no_engine
+                engine.ended(end.reason, len(request.prompt_ids), len(request.output), request.max_tokens, times)
 
     # Time
 

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from services.scheduler.requests import Finished, Rejected, Request
+from services.scheduler.ends import Finished, Rejected
+from services.scheduler.requests import Request
 from shared.errors import PeerLost
 from shared.protocol.generation_pb2 import GenerationSessionResponse, SessionHeartbeat, TokenBatch
 from shared.rpc import Outbox

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.scheduler.ends import FAILED, STOPPED_EARLY, Finished
 from services.scheduler.group import Group
 from services.scheduler.pages import PageState
-from services.scheduler.requests import Finished, Request, Sampling
-from services.scheduler.results import FAILED, STOPPED_EARLY
+from services.scheduler.requests import Request, Sampling
 from services.scheduler.steps import StepResult
 from shared.errors import ProtocolError
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH

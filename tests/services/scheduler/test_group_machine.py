@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.scheduler.ends import FAILED, Finished
 from services.scheduler.group import Group
 from services.scheduler.pages import PageState
 from services.scheduler.prefix_cache import RadixCache
 from services.scheduler.radix import CONFIRMED, Node
-from services.scheduler.requests import Finished, Request
-from services.scheduler.results import FAILED
+from services.scheduler.requests import Request
 from services.scheduler.slots import SlotState
 from services.scheduler.steps import StepResult
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP

@@ -7,9 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.scheduler.ends import Finished
 from services.scheduler.group import Group
 from services.scheduler.pages import PageState
-from services.scheduler.requests import Finished, Request
+from services.scheduler.requests import Request
 from services.scheduler.steps import StepResult
 from services.worker.order import LaunchOrder
 from shared.protocol.generation_pb2 import FINISH_REASON_CANCELLED

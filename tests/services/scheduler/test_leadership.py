@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from services.scheduler.file_lease import FileLease
 from services.scheduler.leadership import MAX_RISE_BY_GATEWAY, MAX_RISE_BY_WORKER, Leadership, NoLease, SteppedDown
 from shared.errors import ConfigError, ProtocolError
+from shared.ports import port_of, reserve
 from shared.rpc import SERVER_OPTIONS, start_server
 
 DURATION_S, RENEWAL_S = 0.2, 0.05
@@ -23,11 +24,11 @@ def lease(folder: Path) -> FileLease:
 
 
 @contextlib.asynccontextmanager
-async def alive() -> AsyncIterator[str]:
+async def alive(port: int = 0) -> AsyncIterator[str]:
     """The address of a service that answers, whatever it leads."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-    port = await start_server(server, "127.0.0.1", 0)
+    port = await start_server(server, "127.0.0.1", port)
     try:
         yield f"127.0.0.1:{port}"
     finally:
@@ -50,11 +51,12 @@ async def test_the_first_leads_at_once_and_a_second_waits_while_it_renews(tmp_pa
 
 async def test_a_leader_that_cannot_renew_goes_on_while_it_answers(tmp_path: Path) -> None:
     first, second = lease(tmp_path), lease(tmp_path)
-    async with alive() as address:
-        await first.acquire(address)
-        waiting = asyncio.create_task(second.acquire(NOBODY_ELSE))
-        assert await waits(waiting)
-    assert await asyncio.wait_for(waiting, 10) == 2
+    with reserve("127.0.0.1") as reservation:  # so that nobody else answers there in the end
+        async with alive(port_of(reservation)) as address:
+            await first.acquire(address)
+            waiting = asyncio.create_task(second.acquire(NOBODY_ELSE))
+            assert await waits(waiting)
+        assert await asyncio.wait_for(waiting, 10) == 2
 
 
 async def test_a_lease_that_was_given_up_is_taken_without_a_wait(tmp_path: Path) -> None:

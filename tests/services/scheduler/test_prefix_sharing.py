@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.lru import LruReplay
-from services.scheduler.requests import Finished, Request
-from services.scheduler.results import FAILED
+from services.scheduler.ends import FAILED, Finished
+from services.scheduler.requests import Request
 from shared.protocol.generation_pb2 import FINISH_REASON_STOP
 from shared.protocol.plan import Limits
 from tests.services.scheduler.device import Device, next_token

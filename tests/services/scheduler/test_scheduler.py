@@ -7,23 +7,26 @@ from typing import Any
 import pytest
 
 from services.scheduler.deadlines import SLACK
-from services.scheduler.group import Group
-from services.scheduler.health import FIRST_S, MAX_FAILURES, Health
-from services.scheduler.model import Model
-from services.scheduler.requests import End, Finished, Key, Rejected, Request
-from services.scheduler.results import FAILED
-from services.scheduler.scheduler import (
+from services.scheduler.early_cancels import MAX_CANCELS
+from services.scheduler.ends import (
     CANCELLED,
+    FAILED,
     LOST,
     LOST_TOO_OFTEN,
-    MAX_TOMBSTONES,
     MAX_UNPLANNED_MOVES,
     OUT_OF_TIME,
     SUPERSEDED,
     TOO_LONG,
     UNAVAILABLE,
-    Scheduler,
+    End,
+    Finished,
+    Rejected,
 )
+from services.scheduler.group import Group
+from services.scheduler.health import FIRST_S, MAX_FAILURES, Health
+from services.scheduler.model import Model
+from services.scheduler.requests import Key, Request
+from services.scheduler.scheduler import Scheduler
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.plan import Limits, Plan
 from tests.services.scheduler import session_client
@@ -138,11 +141,11 @@ def test_a_higher_attempt_retires_the_lower_and_a_lower_one_is_ignored() -> None
 
 def test_cancels_of_unknown_requests_are_kept_within_bounds() -> None:
     harness = Harness()
-    for number in range(MAX_TOMBSTONES + 5):
+    for number in range(MAX_CANCELS + 5):
         harness.cancel(number)
-    harness.submit(0)  # its tombstone is the oldest, and gone
-    harness.submit(MAX_TOMBSTONES)
-    assert harness.ends == {(MAX_TOMBSTONES, 1): CANCELLED}
+    harness.submit(0)  # its cancel is the oldest, and gone
+    harness.submit(MAX_CANCELS)
+    assert harness.ends == {(MAX_CANCELS, 1): CANCELLED}
 
 
 def test_a_dropped_session_takes_its_requests_along() -> None:

@@ -7,10 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.scheduler.ends import End, Finished
 from services.scheduler.group import Group
 from services.scheduler.health import Health
 from services.scheduler.model import Model
-from services.scheduler.requests import End, Finished, Key, Request
+from services.scheduler.requests import Key, Request
 from services.scheduler.scheduler import Scheduler
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.logprobs import logprobs_from_bytes

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from services.scheduler import session as sessions
+from services.scheduler.ends import Finished
 from services.scheduler.group import Group
-from services.scheduler.requests import Finished, Request
+from services.scheduler.requests import Request
 from services.scheduler.scores import Scores
 from services.scheduler.steps import StepResult
 from shared.errors import ProtocolError

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from services.scheduler.requests import Finished, Rejected, Request
+from services.scheduler.ends import Finished, Rejected
+from services.scheduler.requests import Request
 from services.scheduler.session import COALESCE_S, MAX_UNSENT_BATCHES, MAX_UPDATED_REQUESTS, GatewaySession
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.plan import ids_from_bytes

@@ -10,8 +10,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.scheduler.debug import groups_page
+from services.scheduler.ends import Finished
 from services.scheduler.history import MAX_ENDED, MAX_LISTED, History
-from services.scheduler.requests import Finished, Request, RequestTimes
+from services.scheduler.requests import Request, RequestTimes
 from services.scheduler.timeline import FIRST_EVENTS, LAST_EVENTS, Phase, Timeline, phases, text
 from shared.protocol.generation_pb2 import FINISH_REASON_LENGTH
 from shared.protocol.plan import Limits
