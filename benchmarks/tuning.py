@@ -7,8 +7,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+import triton
 
-from kernels.tuning import file_name, table
+from benchmarks.launches import DTYPE
+from kernels.tuning import bits, file_name, tables
 
 PROCESSES = 14  # that compile at the same time
 
@@ -19,12 +21,16 @@ def compilers() -> ProcessPoolExecutor:
 
 
 class RenewedTable:
-    """That of this GPU as it stands: what is put into `entries` is written to a folder of its own, to be copied to kernels/."""
+    """That of this GPU as it stands: what is put into `entries` is written to a folder of its own, to be copied to kernels/.
+
+    These are of the Triton that runs; those of other versions stay beside them.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.entries = copy.deepcopy(table(torch.device("cuda", 0)))
+        self._tables = copy.deepcopy(tables(torch.device("cuda", 0)))
+        self.entries = self._tables.setdefault(triton.__version__, {}).setdefault(bits(DTYPE), {})
         self.path = folder / file_name(torch.cuda.get_device_name())
 
     def write(self) -> None:
-        self.path.write_text(json.dumps(self.entries, indent=1, sort_keys=True) + "\n")
+        self.path.write_text(json.dumps(self._tables, indent=1, sort_keys=True) + "\n")

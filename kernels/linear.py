@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.launch import MAX_COUNTERS, cdiv, counters, next_power_of_2, pdl_options, prefetch
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
-from kernels.tuning import table
+from kernels.tuning import entries
 
 MAX_ROWS = 64  # of a product that the kernel is considered for
 # Asked for before the wait: what memory gives while the kernel before ends and this one begins. Programs that start later need not ask.
@@ -118,16 +118,16 @@ class Config(NamedTuple):
 
 @functools.cache
 def config(operation: str, device: torch.device, dtype: torch.dtype, rows: int, columns: int, size: int) -> Config | None:
-    """None: the library's product is to run, as it is for float32, whose tiles would not fit."""
-    if not 0 < rows <= MAX_ROWS or dtype.itemsize != 2:
+    """None: the library's product is to run."""
+    if not 0 < rows <= MAX_ROWS:
         return None
-    return config_of(table(device).get(operation, {}).get(f"{columns}x{size}", {}), rows)
+    return config_of(entries(device, dtype, operation, f"{columns}x{size}"), rows)
 
 
-def config_of(entries: Mapping[str, list[int]], rows: int) -> Config | None:
-    """From a shape's part of a table."""
-    measured = min((int(most) for most in entries if int(most) >= rows), default=None)
-    found = [] if measured is None else entries[str(measured)]
+def config_of(measured: Mapping[str, list[int]], rows: int) -> Config | None:
+    """From a shape's entries."""
+    least = min((int(most) for most in measured if int(most) >= rows), default=None)
+    found = [] if least is None else measured[str(least)]
     return Config(*found) if found else None
 
 

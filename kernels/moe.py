@@ -18,7 +18,7 @@ from kernels.launch import HOPPER, capability
 from kernels.moe_few import FewConfig, moe_few_triton
 from kernels.moe_grouped import GroupedConfig, moe_grouped_triton
 from kernels.routing import route_torch
-from kernels.tuning import table
+from kernels.tuning import entries
 
 Config = FewConfig | tuple[GroupedConfig, GroupedConfig]  # for gate and up, and for down
 
@@ -77,11 +77,11 @@ def config_of(entry: Sequence[int]) -> Config:
 @functools.cache
 def config(device: torch.device, dtype: torch.dtype, tokens: int, choices: int, experts: int, hidden: int, inner: int) -> Config:
     """Of the table, the least entry for so many tokens or the greatest; without one, what fits every GPU of its kind."""
+    found = entries(device, dtype, "moe", f"{experts}x{choices}x{hidden}x{inner}")
+    if found:
+        return config_of(found[str(min((int(most) for most in found if int(most) >= tokens), default=max(map(int, found))))])
     if dtype.itemsize != 2:
         return FIXED[dtype.itemsize]
-    entries = table(device).get("moe", {}).get(f"{experts}x{choices}x{hidden}x{inner}", {})
-    if entries:
-        return config_of(entries[str(min((int(most) for most in entries if int(most) >= tokens), default=max(map(int, entries))))])
     mean = tokens * choices / experts
     if mean <= 8:
         return GroupedConfig(16, 32, 256, 4, 3, 0, 0, 0), GroupedConfig(16, 64, 128, 4, 4, 0, 0, 0)

@@ -1,31 +1,65 @@
 """What was measured to run fastest on a GPU: `tuning_NAME.json` beside this, written by `python -m benchmarks tune` and `tune-experts`.
 
-    {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same,
-     "moe": {"EXPERTSxCHOICESxHIDDENxINNER": {"TOKENS": [a moe.Config]}}}
+    {TRITON: {"16 bits": {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same,
+                          "moe": {"EXPERTSxCHOICESxHIDDENxINNER": {"TOKENS": [a moe.Config]}}}}}
 
-An entry serves up to that many rows, the least such entry. Where a product has none, or an empty one, the library's runs; of experts
-the greatest serves more tokens, too.
+TRITON is the version that compiled what was measured, the bits are an element's: types of one size run alike. An entry serves up to that
+many rows, the least such entry. Where a product has none, or an empty one, the library's runs; of experts the greatest serves more
+tokens, too.
+
+A size that was not measured with the Triton that runs has the entry of the latest other version: a compiler changes what tiles take by
+little, while a product without an entry takes up to four times as long. `borrowed` tells of what was served so.
 """
 
 import functools
 import json
+from collections.abc import Mapping
 from importlib import resources
 
 import torch
+import triton
+from torch.torch_version import TorchVersion
+
+FOLDER = resources.files("kernels")
 
 Table = dict[str, dict[str, dict[str, list[int]]]]
+Tables = dict[str, dict[str, Table]]  # by version and bits
 
 
 def file_name(device_name: str) -> str:
-    """Of the table of a GPU, by the name that its driver gives."""
+    """Of the tables of a GPU, by the name that its driver gives."""
     return f"tuning_{device_name.lower().replace(' ', '_')}.json"
 
 
+def bits(dtype: torch.dtype) -> str:
+    """The key of types of this size."""
+    return f"{8 * dtype.itemsize} bits"
+
+
 @functools.cache
-def table(device: torch.device) -> Table:
+def tables(device: torch.device) -> Tables:
     """Empty for a CPU and for a GPU that was not measured."""
     if device.type != "cuda":
         return {}
-    file = resources.files("kernels") / file_name(torch.cuda.get_device_name(device))
-    read: Table = json.loads(file.read_text()) if file.is_file() else {}
+    file = FOLDER / file_name(torch.cuda.get_device_name(device))
+    read: Tables = json.loads(file.read_text()) if file.is_file() else {}
     return read
+
+
+@functools.cache
+def entries(device: torch.device, dtype: torch.dtype, operation: str, shape: str) -> Mapping[str, list[int]]:
+    """Of a shape, by size: those of the Triton that runs, and of other versions what it lacks."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for version in sorted(tables(device), key=lambda version: (version == triton.__version__, TorchVersion(version))):
+        measured = tables(device)[version].get(bits(dtype), {}).get(operation, {}).get(shape, {})
+        found |= {size: (version, numbers) for size, numbers in measured.items()}
+    others = {version for version, _ in found.values()} - {triton.__version__}
+    if others:
+        borrowed(device)[f"{operation} {shape}"] = ", ".join(sorted(others))
+    return {size: numbers for size, (_, numbers) in found.items()}
+
+
+@functools.cache
+def borrowed(device: torch.device) -> dict[str, str]:
+    """Operations and shapes that this process has asked for and that have entries of other versions of Triton: which."""
+    return {}

@@ -75,6 +75,12 @@ class WorkerMetrics:
         self.fallbacks = Counter(
             "lockstep_worker_peer_memory_fallbacks", "Starts whose GPUs should have shared memory and could not.", labels, registry=registry
         )
+        self.borrowed = Gauge(
+            "lockstep_worker_borrowed_shapes",
+            "Shapes whose tiles were found with another version of Triton than the one that runs.",
+            labels,
+            registry=registry,
+        )
         self.startup = _Startup()
         self.rank_memory = _RankMemory()
         registry.register(self.startup)
@@ -104,6 +110,7 @@ class GroupMetrics:
         self._replayed, self._replayed_iterations = all_groups.replayed.labels(engine), 0
         self._streams = all_groups.streams.labels(engine)
         self._fallbacks = all_groups.fallbacks.labels(engine)
+        self._borrowed = all_groups.borrowed.labels(engine)
         self._memory = [
             {use: all_groups.device_memory.labels(engine, str(rank), use) for use in ("weights", "kv_cache")} for rank in range(ranks)
         ]
@@ -136,6 +143,10 @@ class GroupMetrics:
             labels = self._engine, each.transport, str(each.size)
             self._all.sum_seconds.labels(*labels).set(each.seconds)
             self._all.sum_bandwidth.labels(*labels).set(each.bus_bandwidth)
+
+    def shapes_borrowed(self, shapes: int) -> None:
+        """So many of the model's have tiles of another Triton."""
+        self._borrowed.set(shapes)
 
     def iteration(self, busy_us: int, idle_us: int, launch_us: int, prefill: bool) -> None:
         """One is finished; `idle_us` passed before it, and its launch took `launch_us`."""

@@ -234,6 +234,7 @@ class Supervisor:
                 self.metrics.memory(rank, memory)
                 if rank == 0:  # all measure the same
                     self.metrics.sums(sums)
+                    self.metrics.shapes_borrowed(facts.borrowed_shapes)
                 self._facts[rank] = facts
                 self._become_ready()
 

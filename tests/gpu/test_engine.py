@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.driver import Driver, admission, int32s, spec
-from kernels.tuning import table
+from kernels.tuning import tables
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.features import VARIANTS, Feature
 from services.worker.engine.interface import Step
@@ -161,7 +161,7 @@ def test_launches_of_a_decode_layer(tmp_path: Path, kind: str, rows: int) -> Non
     two, four = kernels(2), kernels(4)
     a_layer = (len(four) - len(two)) / 2
     print(f"{kind}, {rows} rows: {a_layer} launches a layer, {len(two) - 2 * a_layer} beside; " + ", ".join(sorted(set(four))))
-    norms_in_products = kind == "dense" and rows == 1 and table(torch.device("cuda", 0))
+    norms_in_products = kind == "dense" and rows == 1 and tables(torch.device("cuda", 0))
     assert a_layer <= (6 if norms_in_products else LAUNCHES[kind])
 
 

@@ -1,8 +1,11 @@
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 
+from kernels import linear, moe, tuning
 from tests.kernels.support import INTERPRETED
 
 
@@ -12,6 +15,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elsewhere = {item for item in items if folder in item.path.parents and any(mark.args[0] for mark in item.iter_markers("skipif"))}
     config.hook.pytest_deselected(items=list(elsewhere))
     items[:] = [item for item in items if item not in elsewhere]
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuning.Tables]:
+    """Those of every device, to be filled before anything asks for them; empty."""
+    given: tuning.Tables = {}
+    remembered = (tuning.entries, tuning.borrowed, linear.config, moe.config)
+    for each in remembered:
+        each.cache_clear()
+    monkeypatch.setattr(tuning, "tables", lambda device: given)
+    yield given
+    for each in remembered:
+        each.cache_clear()
+
+
+@pytest.fixture
+def table(tables: tuning.Tables) -> tuning.Table:
+    """That of 16 bits and of the Triton that runs."""
+    return tables.setdefault(triton.__version__, {}).setdefault("16 bits", {})
 
 
 if INTERPRETED:

@@ -5,7 +5,7 @@ The operations are called with CPU tensors and a launcher that only notes the ke
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from kernels import (
     rope,
     sampling,
     silu_and_mul,
+    tuning,
 )
 from tests.kernels.support import INTERPRETED
 
@@ -150,9 +151,18 @@ def mixture(tokens: int, fixed: bool = False, dtype: torch.dtype = BFLOAT16) -> 
     (moe.fixed_moe if fixed else moe.moe_triton)(zeros(tokens, 512, dtype=dtype), gate_up, down, logits, 8, True)
 
 
+def measured(path: Path, *operations: str) -> Iterator[tuple[str, str, dict[str, list[int]]]]:
+    """Operation, shape and entries of a file's tables: those of every Triton, since the one that runs may take them all."""
+    read: tuning.Tables = json.loads(path.read_text())
+    for table in read.values():
+        for operation in operations:
+            for shape, entries in table["16 bits"].get(operation, {}).items():
+                yield operation, shape, entries
+
+
 def tuned_experts(path: Path) -> None:
     """Every configuration of a table."""
-    for shape, entries in json.loads(path.read_text()).get("moe", {}).items():
+    for _, shape, entries in measured(path, "moe"):
         experts, choices, hidden, inner = map(int, shape.split("x"))
         gate_up, down = zeros(experts, 2 * inner, hidden), zeros(experts, hidden, inner)
         for entry in entries.values():
@@ -195,18 +205,17 @@ def biased_products(columns: int, size: int) -> None:
 
 def tuned_products(path: Path) -> None:
     """Every configuration of a table, as it makes its part of a norm."""
-    for operation, shapes in json.loads(path.read_text()).items():
-        for shape, entries in shapes.items() if operation != "moe" else ():
-            columns, size = map(int, shape.split("x"))
-            for rows, entry in filter(itemgetter(1), entries.items()):
-                tuned, x, norm = linear.Config(*entry), zeros(int(rows), size), zeros(columns)
-                read = linear.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
-                if operation == "gated_linear":
-                    linear.gated_linear_triton(read, zeros(2 * columns, size), None, tuned)
-                elif tuned.reads_unscaled:
-                    linear.linear_triton(read, zeros(columns, size), None, tuned)
-                else:
-                    linear.linear_add_norm_triton(x, zeros(columns, size), None, zeros(int(rows), columns), norm, 1e-6, tuned)
+    for operation, shape, entries in measured(path, "linear", "gated_linear"):
+        columns, size = map(int, shape.split("x"))
+        for rows, entry in filter(itemgetter(1), entries.items()):
+            tuned, x, norm = linear.Config(*entry), zeros(int(rows), size), zeros(columns)
+            read = linear.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
+            if operation == "gated_linear":
+                linear.gated_linear_triton(read, zeros(2 * columns, size), None, tuned)
+            elif tuned.reads_unscaled:
+                linear.linear_triton(read, zeros(columns, size), None, tuned)
+            else:
+                linear.linear_add_norm_triton(x, zeros(columns, size), None, zeros(int(rows), columns), norm, 1e-6, tuned)
 
 
 def fixed_products() -> None:

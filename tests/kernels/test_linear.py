@@ -106,10 +106,8 @@ def test_without_an_entry_the_library_computes():
     assert linear(torch.zeros(0, 32, device=DEVICE), weight).shape == (0, 24)
 
 
-def test_an_entry_serves_up_to_its_rows_in_half_precision(monkeypatch):
-    entries = {"1": [1, 8, 1024, 1, 4, 1, 0], "8": [], "16": [16, 16, 256, 1, 4, 3, 0]}
-    monkeypatch.setattr("kernels.linear.table", lambda device: {"linear": {"64x1024": entries}})
-    config.cache_clear()
+def test_an_entry_serves_up_to_its_rows_in_half_precision(table):
+    table["linear"] = {"64x1024": {"1": [1, 8, 1024, 1, 4, 1, 0], "8": [], "16": [16, 16, 256, 1, 4, 3, 0]}}
 
     def row_block(rows: int, columns: int = 64, dtype: torch.dtype = torch.bfloat16) -> int | None:
         found = config("linear", DEVICE, dtype, rows, columns, 1024)
@@ -118,14 +116,12 @@ def test_an_entry_serves_up_to_its_rows_in_half_precision(monkeypatch):
     assert [row_block(rows) for rows in (0, 1, 2, 8, 9, 16, 17, 65)] == [None, 1, None, None, 16, 16, None, None]
     assert row_block(1, columns=65) is None
     assert row_block(1, dtype=torch.float32) is None
-    config.cache_clear()
 
 
-def test_a_norm_is_begun_where_both_products_are_the_kernels_and_the_table_says_so(monkeypatch):
+def test_a_norm_is_begun_where_both_products_are_the_kernels_and_the_table_says_so(table):
     plain, reads = [1, 8, 64, 1, 4, 1, 0], [1, 8, 64, 1, 4, 1, 0, 0, 1]
-    entries = {"linear": {"64x32": {"1": plain, "16": []}, "96x64": {"16": reads}}, "gated_linear": {"96x64": {"1": plain, "16": reads}}}
-    monkeypatch.setattr("kernels.linear.table", lambda device: entries)
-    config.cache_clear()
+    table["linear"] = {"64x32": {"1": plain, "16": []}, "96x64": {"16": reads}}
+    table["gated_linear"] = {"96x64": {"1": plain, "16": reads}}
     weight, reader = torch.zeros(64, 32, dtype=torch.bfloat16), torch.zeros(192, 64, dtype=torch.bfloat16)
 
     def begins(rows: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -135,7 +131,6 @@ def test_a_norm_is_begun_where_both_products_are_the_kernels_and_the_table_says_
     assert not begins(1, gated=True)  # as the table says
     assert not begins(2, gated=True)  # the first product is the library's
     assert not begins(1, gated=False, dtype=torch.float16)
-    config.cache_clear()
 
 
 @KERNELS

@@ -1,11 +1,17 @@
 """Which device a rank computes on."""
 
-import torch
+import logging
 
+import torch
+import triton
+
+from kernels.tuning import borrowed
 from services.worker.distributed.rendezvous import CommunicatorKind
 from services.worker.engine.interface import RankSpec
 from services.worker.engine.sizes import ALIGNED
 from shared.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 HOST_KV_CACHE_BYTES = 1 << 30  # of a rank on a CPU that nobody told otherwise
 
@@ -55,3 +61,14 @@ def dtype_of(spec: RankSpec, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
+
+
+def tell_borrowed(device: torch.device) -> None:
+    """Logs, in one line, which shapes have run so far with tiles that were found with another Triton than this one."""
+    shapes = borrowed(device)
+    if shapes:
+        logger.warning(
+            "tiles of %d shapes were found with Triton %s and %s runs here: they compute the same, perhaps not as fast as could be; "
+            "`python -m benchmarks tune` and `tune-experts` find those of this version (%s)",
+            len(shapes), ", ".join(sorted(set(shapes.values()))), triton.__version__, "; ".join(sorted(shapes)),
+        )  # fmt: skip

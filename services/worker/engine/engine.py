@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from kernels.plan_unpack import plan_unpack
+from kernels.tuning import borrowed
 from services.worker.distributed.board import Mark
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.engine.batch import Batch
-from services.worker.engine.devices import HOST_KV_CACHE_BYTES, check_gpu, communicator_of, device_of, dtype_of
+from services.worker.engine.devices import HOST_KV_CACHE_BYTES, check_gpu, communicator_of, device_of, dtype_of, tell_borrowed
 from services.worker.engine.features import Feature, SlotFeatures, variants
 from services.worker.engine.graphs import Graphs
 from services.worker.engine.interface import Facts, Flight, Landed, Memory, Progress, RankSpec
@@ -106,7 +107,6 @@ class TorchEngine:
 
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         self.memory = Memory(weights, kv_cache=pages * shape.page_bytes)
-        self.facts = Facts(pages, max_length, config.vocab_size, folder.eos_ids)
         self.staging: PlanStaging | None = None
         self.graphs: Graphs | None = None
         if device.type == "cuda":
@@ -120,6 +120,9 @@ class TorchEngine:
             if spec.cuda_graphs:
                 self.graphs = Graphs(spec.slots, sizes, self.step, kinds, self.staging, progress, spec.compile_ahead)
             torch.cuda.synchronize()
+        if group.rank == 0:
+            tell_borrowed(device)
+        self.facts = Facts(pages, max_length, config.vocab_size, folder.eos_ids, len(borrowed(device)))
 
     def reset(self) -> None:
         self.slots.reset()

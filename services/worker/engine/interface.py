@@ -72,12 +72,13 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine tells once it is ready; the same on every rank."""
+    """What an engine tells once it is ready; what is compared is the same on every rank."""
 
     pages: int
     max_length: int
     vocab_size: int
     eos_ids: tuple[int, ...]
+    borrowed_shapes: int = field(default=0, compare=False)  # whose tiles were found with another Triton than the one that runs
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,8 @@ async def test_mod_06_it_lives_but_is_not_ready_while_it_loads(tmp_path: Path) -
 def test_every_series_is_there_from_the_start() -> None:
     registry = new_registry("worker")
     WorkerMetrics(registry).group("blue", 1).watch(lambda: False, lambda: 0, dict)
-    for name in ("plans_total", "plans_refused_total", "busy_seconds_total", "idle_seconds_total", "ready", "queued_plans"):
+    counted = ("plans_total", "plans_refused_total", "busy_seconds_total", "idle_seconds_total")
+    for name in (*counted, "ready", "queued_plans", "borrowed_shapes"):
         assert registry.get_sample_value(f"lockstep_worker_{name}", {"engine": "blue"}) == 0
     for kind in ("decode", "prefill"):
         assert registry.get_sample_value("lockstep_worker_step_seconds_count", {"engine": "blue", "kind": kind}) == 0

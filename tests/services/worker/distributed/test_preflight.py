@@ -115,6 +115,17 @@ async def test_sums_that_do_not_end_are_the_cause_within_their_deadline(supervis
         await asyncio.wait_for(supervisor.failed, 10)
 
 
+async def test_tiles_of_another_triton_are_counted_and_no_disagreement(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    settings = load(WorkerSettings, "worker", ["--model", str(tmp_path), "--tensor-parallel-size", "2"])
+    supervisor = Told(settings, WorkerMetrics(registry).group("group-0", 2))
+    for rank, borrowed in ((0, 3), (1, 0)):
+        supervisor.tell(rank, Ready(Facts(10, 100, 1000, (1,), borrowed), Memory(1, 2)))
+    assert not supervisor.failed.done()
+    assert registry.get_sample_value("lockstep_worker_borrowed_shapes", {"engine": "group-0"}) == 3
+    supervisor.stop()
+
+
 async def test_later_phases_may_take_longer(supervisor: Told) -> None:
     supervisor.tell(0, Loading(f"{TESTING}nccl", 0.0))
     assert supervisor.overdue(grace_s=-1) is not None

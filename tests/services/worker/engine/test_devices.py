@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from benchmarks.driver import spec
-from services.worker.engine.devices import check_gpu, communicator_of, device_of, dtype_of
+from kernels.tuning import borrowed
+from services.worker.engine.devices import check_gpu, communicator_of, device_of, dtype_of, tell_borrowed
 from services.worker.settings import WorkerSettings
 from shared.errors import ConfigError
 from shared.settings import load
@@ -49,3 +51,15 @@ def test_what_no_graph_can_hold_is_refused() -> None:
 def test_graphs_are_switched_off_on_the_command_line() -> None:
     for word in ("off", "false"):
         assert not load(WorkerSettings, "worker", ["--model", "nowhere", "--cuda-graphs", word]).cuda_graphs
+
+
+def test_tiles_of_another_triton_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    tell_borrowed(CPU)
+    assert not caplog.records
+    borrowed(CPU).update({"linear 64x1024": "3.1.0", "moe 4x2x64x32": "3.1.0"})
+    tell_borrowed(CPU)
+    borrowed.cache_clear()
+    (record,) = caplog.records
+    found = f"tiles of 2 shapes were found with Triton 3.1.0 and {triton.__version__} runs here: "
+    assert record.getMessage().startswith(found)
+    assert record.getMessage().endswith(" (linear 64x1024; moe 4x2x64x32)")

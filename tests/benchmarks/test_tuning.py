@@ -1,0 +1,53 @@
+"""What searches write is what the kernels read."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from benchmarks.tuning import RenewedTable
+from kernels import linear, moe, tuning
+from kernels.moe_grouped import GroupedConfig
+
+GPU = torch.device("cuda", 0)
+ONE, TWO = linear.Config(1, 8, 1024, 1, 4, 1, 0, reads_unscaled=1), linear.Config(1, 8, 512, 1, 4, 1, 0)
+EXPERTS = GroupedConfig(16, 32, 256, 4, 3, 0, 0, 0), GroupedConfig(16, 64, 128, 4, 4, 1, 0, 1)
+
+
+@pytest.fixture
+def kernels_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where the tables stand that are read; of a GPU that is not here."""
+    remembered = (tuning.tables, tuning.entries, tuning.borrowed, linear.config, moe.config)
+    for each in remembered:
+        each.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X1")
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path / "kernels")
+    (tmp_path / "kernels").mkdir()
+    yield tmp_path / "kernels"
+    for each in remembered:
+        each.cache_clear()
+
+
+def test_a_renewed_table_is_read_back_beside_what_was_not_renewed(kernels_folder: Path, tmp_path: Path) -> None:
+    before = {"3.1.0": {"16 bits": {"linear": {"64x1024": {"1": [*TWO], "8": [*TWO]}}}}}
+    (kernels_folder / "tuning_nvidia_x1.json").write_text(json.dumps(before))
+    assert linear.config("linear", GPU, torch.bfloat16, 1, 64, 1024) == TWO
+
+    renewed = RenewedTable(tmp_path / "out")
+    renewed.entries.setdefault("linear", {}).setdefault("64x1024", {})["1"] = [*ONE]
+    renewed.entries.setdefault("moe", {}).setdefault("4x2x64x32", {})["8"] = [number for each in EXPERTS for number in each]
+    renewed.write()
+    assert linear.config("linear", GPU, torch.bfloat16, 1, 64, 1024) == TWO  # until it is copied
+
+    renewed.path.replace(kernels_folder / renewed.path.name)
+    for each in (tuning.tables, tuning.entries, tuning.borrowed, linear.config):
+        each.cache_clear()
+    assert tuning.tables(GPU).keys() == {"3.1.0", triton.__version__}
+    assert tuning.tables(GPU)["3.1.0"] == before["3.1.0"]
+    assert linear.config("linear", GPU, torch.bfloat16, 1, 64, 1024) == ONE
+    assert linear.config("linear", GPU, torch.float16, 8, 64, 1024) == TWO
+    assert moe.config(GPU, torch.bfloat16, 3, 2, 4, 64, 32) == EXPERTS
+    assert tuning.borrowed(GPU) == {"linear 64x1024": "3.1.0"}
