@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kernels.all_reduce import (
-    Peers,
     Way,
     all_reduce,
     all_reduce_add_rms_norm,
@@ -17,6 +16,7 @@ from kernels.all_reduce import (
     fits,
     norm_fits,
 )
+from kernels.mailboxes import Peers
 from services.worker.distributed import cuda_driver
 from services.worker.distributed.board import Mark
 from services.worker.distributed.communicator import WatchedCommunicator

@@ -11,20 +11,18 @@ from torch import Tensor
 
 from kernels import all_reduce as module
 from kernels.all_reduce import (
-    MAX_RANKS,
     WAYS,
-    Peers,
     Way,
     all_reduce,
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_torch,
     all_reduce_torch,
     fits,
-    mailbox_bytes,
     norm_fits,
     norm_is_fused,
     way_of,
 )
+from kernels.mailboxes import BLOCKS, MAX_RANKS, Peers, mailbox_bytes
 from tests.kernels.support import DTYPES, INTERPRETED, assert_near, randn
 
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="between GPUs, tests/gpu has these")
@@ -43,7 +41,7 @@ def run(size: int, rank_main: Callable[[Peers], None], first_epoch: int = 0) -> 
     # Mapped, not in a folder of shared memory, which may be small: pages that nobody touches take nothing.
     mailboxes = [torch.frombuffer(mmap.mmap(-1, mailbox_bytes(size)), dtype=torch.uint8) for _ in range(size)]
     for mailbox in mailboxes:
-        mailbox[: 4 * module.BLOCKS.value].view(torch.int32).fill_(first_epoch)
+        mailbox[: 4 * BLOCKS.value].view(torch.int32).fill_(first_epoch)
     addresses = torch.tensor([mailbox.data_ptr() for mailbox in mailboxes])
     fork = multiprocessing.get_context("fork")  # memory stays where it is
     others = [fork.Process(target=rank_main, args=(Peers(rank, size, addresses),)) for rank in range(1, size)]

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.all_reduce import Peers, all_reduce, all_reduce_add_rms_norm, mailbox_bytes, norm_is_fused, way_of
+from kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, norm_is_fused, way_of
+from kernels.mailboxes import Peers, mailbox_bytes
 from kernels.rms_norm import add_rms_norm
 from services.worker.distributed import cuda_driver
 from services.worker.distributed.collectives import Collectives
