@@ -45,7 +45,7 @@ def create_app(gateway: Gateway, access: Access) -> ASGIApp:
     app.add_api_route("/status", Status(gateway).answer, methods=["GET"])
     described = json.dumps(document(gateway.settings.served_model_name))
     app.add_api_route("/openapi.json", lambda: Response(described, media_type="application/json"), methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET", "HEAD"])  # which load balancers send
+    app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
     app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(HTTPException, routing_error)
@@ -86,7 +86,8 @@ async def routing_error(request: Request, error: Exception) -> Response:
     """Unknown routes and methods: what FastAPI raises itself."""
     assert isinstance(error, HTTPException)
     kind = {404: NotFound, 405: MethodNotAllowed}.get(error.status_code, InvalidRequest)
-    return error_response(kind(f"Invalid URL ({request.method} {request.url.path[:200]})"), dict(error.headers or {}))
+    headers = {name: value.replace("GET", "GET, HEAD") for name, value in (error.headers or {}).items()}
+    return error_response(kind(f"Invalid URL ({request.method} {request.url.path[:200]})"), headers)
 
 
 async def unexpected_error(request: Request, error: Exception) -> Response:
@@ -139,7 +140,8 @@ class Edge:
             if work and key is not None:
                 self._access.limits.begin(key, time.monotonic())
                 limited = key
-            await self._app(scope, receive, send_with_id)
+            # The connection leaves out the body of what answers HEAD, which load balancers and monitors send.
+            await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, send_with_id)
             if gone := state.get("client_gone"):
                 raise gone
         except (Overloaded, Unauthorized) as error:

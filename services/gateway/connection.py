@@ -5,18 +5,21 @@ import sys
 import uuid
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.errors import HeadTooLarge, InvalidRequest
 from services.gateway.openai.errors import error_response
 
 MAX_HEAD_BYTES = 2 << 20  # request line and headers, or trailers, with room for anything that somebody takes for a key
+OLD_VERSIONS = ("0.9", "1.0")  # of HTTP
 
 
 class Connection(HttpToolsProtocol):
     """The parser joins the pieces of a header in time that grows with the square of its length: one without end would hold up everybody.
 
-    A head has as long to come as an idle connection is kept.
+    A head has as long to come as an idle connection is kept. What comes after an answer and is no head keeps the connection no longer: the
+    rest of a body that was refused, or line ends.
 
     A request may offer to go on in another protocol, as Java's client does with HTTP/2. Nobody takes that up, but the parser gives up the
     body: such a request is read again without the offer.
@@ -44,6 +47,8 @@ class Connection(HttpToolsProtocol):
             super().data_received(rest)  # type: ignore[arg-type]
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(HeadTooLarge(f"the head of your request has more than {MAX_HEAD_BYTES} bytes"))
+        if self._is_unwatched:
+            self._expect_head()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequest(msg))
@@ -69,6 +74,9 @@ class Connection(HttpToolsProtocol):
             return
         self._head_bytes = 0
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        super()._start_asgi_task(cycle, without_chunks(cycle, app) if cycle.scope["http_version"] in OLD_VERSIONS else app)
 
     def _unsupported_upgrade_warning(self) -> None:
         """The parser has stopped behind the head."""
@@ -100,6 +108,12 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     @property
+    def _is_unwatched(self) -> bool:
+        """Whether nothing ends the connection if no more comes: the base class has taken what came for the beginning of a request."""
+        answered = self.cycle is not None and self.cycle.response_complete
+        return answered and self._head_timer is None and self.timeout_keep_alive_task is None and not self.transport.is_closing()
+
+    @property
     def _is_answering(self) -> bool:
         """Whether an answer is under way, which another would garble."""
         return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
@@ -111,3 +125,27 @@ class Connection(HttpToolsProtocol):
             headers = b"".join(b"%b: %b\r\n" % header for header in answer.raw_headers)
             self.transport.write(STATUS_LINE[answer.status_code] + headers + b"\r\n" + bytes(answer.body))
         self.transport.close()
+
+
+def without_chunks(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """The application for a client of before HTTP/1.1: an answer that does not tell its length ends where its connection does.
+
+    Such a client waits for no 100 either, whatever it expects.
+    """
+    cycle.keep_alive = cycle.waiting_for_100_continue = False
+
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        has_length = False
+
+        async def send_as_it_is(event: ASGISendEvent) -> None:
+            nonlocal has_length
+            if event["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in event.get("headers", ()))
+                cycle.chunked_encoding = None if has_length else False
+            elif event["type"] == "http.response.body" and not has_length:
+                cycle.expected_content_length = len(event.get("body", b""))  # what the base class checks it against
+            await send(event)
+
+        await app(scope, receive, send_as_it_is)
+
+    return answer

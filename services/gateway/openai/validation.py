@@ -1,5 +1,6 @@
 """From a body's bytes to a checked request, every fault told as OpenAI does: status 400, the field as `param`, a code."""
 
+import codecs
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -61,7 +62,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object in a body. Raises InvalidRequest; also for lone surrogates, NaN and Infinity, which are no JSON."""
     _check_structure(data)
     try:
-        value = from_json(data, allow_inf_nan=False)
+        value = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)  # editors and shells of Windows write that mark
     except ValueError as error:
         raise InvalidRequest(f"could not parse the body of your request as JSON: {error}") from error
     if not isinstance(value, dict):

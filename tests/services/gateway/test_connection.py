@@ -1,6 +1,7 @@
 """What comes over a connection before the application sees a request."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,7 @@ from services.gateway import server
 from services.gateway.connection import MAX_HEAD_BYTES
 from services.gateway.openai import sending
 from tests.processes import eventually_async
-from tests.services.gateway.conftest import EOS, Stack, assert_error
+from tests.services.gateway.conftest import EOS, Stack, assert_error, events
 from tests.services.gateway.scripted_scheduler import LENGTH
 
 Start = Callable[..., Awaitable[Stack]]
@@ -107,7 +108,11 @@ async def test_garbage_behind_a_request_does_not_garble_its_answer(stack: Stack)
 
 async def test_a_head_that_does_not_come_is_not_waited_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.2)
-    stack = await start()
+    stack = await start(wait=False)
+    while (
+        await stack.http.get("/health", headers={"connection": "close"})
+    ).status_code != 200:  # a connection kept might end under the next
+        await asyncio.sleep(0.01)
     stack.plays([40], [EOS], step_s=0.3)
     connections = [await opened(stack) for _ in range(3)]
     connections[1][1].write(GET)
@@ -117,6 +122,32 @@ async def test_a_head_that_does_not_come_is_not_waited_for(start: Start, monkeyp
             await reader.read()
             writer.close()
     assert (await stack.complete()).status_code == 200, "an answer may take longer"
+
+
+async def test_what_follows_an_answer_keeps_no_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.5)
+    stack = await start(wait=False)
+    nowhere = b"POST /nope HTTP/1.1\r\nHost: x\r\n"
+    refused, in_chunks = nowhere + b"Content-Length: 100\r\n\r\n", nowhere + b"Transfer-Encoding: chunked\r\n\r\n"
+
+    async def ends(request: bytes, follows: bytes) -> None:
+        reader, writer = await opened(stack)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # where we are so slow that it has ended before
+            writer.write(request)
+            await reader.readuntil(b"}")
+            writer.write(follows)
+            while await reader.read(PIECE):
+                pass
+        writer.close()
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(
+            ends(GET + b"\r\n", b"\r\n"),
+            ends(refused, b"a" * 10),
+            ends(refused, b"a" * 100),
+            ends(in_chunks, b"5\r\nab"),
+            ends(in_chunks, b"0\r\nX: "),
+        )
 
 
 async def test_a_client_that_takes_nothing_keeps_no_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +191,29 @@ async def test_a_request_that_offers_another_protocol_is_answered_in_this_one(st
     writer.close()
     assert [answer.split(b" ")[0] for answer in answers] == [b"200"] * 4
     assert [b'"text":"ab"' in answer for answer in answers] == [True, True, True, False]
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks(start: Start) -> None:
+    """Nor a 100, and no connection to go on with: an answer of unknown length ends with it."""
+    stack = await start({"max_length": 1 << 20})
+    stack.says("ab")
+
+    async def asks(path: str, **fields: object) -> tuple[httpx.Response, httpx.Response]:
+        """The answer, and that to a client of today."""
+        body = json.dumps({"model": "tiny", **fields}).encode()
+        head = b"POST %b HTTP/1.0\r\nConnection: keep-alive\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+        reader, writer = await opened(stack)
+        writer.write(head % (path.encode(), len(body)) + body)
+        answer = await answered(reader)
+        writer.close()
+        assert (answer.headers["connection"], "transfer-encoding" in answer.headers) == ("close", False)
+        return answer, await stack.http.post(path, json={"model": "tiny", **fields})
+
+    stream, today = await asks("/v1/completions", prompt="hi", stream=True)
+    assert today.headers["transfer-encoding"] == "chunked"
+    assert [chunk["choices"] for chunk in events(stream.content)] == [chunk["choices"] for chunk in events(today.content)]
+    large, today = await asks("/tokenize", prompt="a" * 2 * PIECE)
+    assert (today.headers["transfer-encoding"], large.json()) == ("chunked", today.json())
+    for path, status in (("/tokenize", 200), ("/nope", 404)):
+        small, _ = await asks(path, prompt="a")
+        assert (small.status_code, small.headers["content-length"]) == (status, str(len(small.content)))

@@ -1,6 +1,7 @@
 """Every fault is told in OpenAI's error object, with its status, field and code."""
 
 import asyncio
+import codecs
 import gzip
 import json
 import time
@@ -160,11 +161,15 @@ async def test_err_02_routes_and_methods(stack: Stack) -> None:
         assert f"POST {path}" in assert_error(await stack.http.post(path, json={"model": "tiny"}), 404, None, None)["message"]
     assert_error(await stack.http.get("/nope"), 404, None, None)
     assert_error(await stack.http.post("/v1/chat/completions/", json={}), 404, None, None)
-    assert ((await stack.http.head("/health")).status_code, (await stack.http.head("/health")).content) == (200, b"")
+    for path in ("/health", "/v1/models", "/v1/models/org/tiny", "/version", "/tokenizer_info", "/openapi.json", "/"):
+        whole, head = await stack.http.get(path), await stack.http.head(path)
+        assert (head.status_code, head.headers["content-length"], head.content) == (200, str(len(whole.content)), b""), path
+    assert (await stack.http.head("/v1/models/nope")).status_code == 404
+    assert (await stack.http.head("/v1/chat/completions")).status_code == 405
     for method, path, allowed in (
         ("GET", "/v1/chat/completions", "POST"),
-        ("POST", "/v1/models", "GET"),
-        ("DELETE", "/v1/models/tiny", "GET"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("DELETE", "/v1/models/tiny", "GET, HEAD"),
     ):
         response = await stack.http.request(method, path)
         assert_error(response, 405, None, None)
@@ -192,6 +197,8 @@ async def test_err_03_bodies_that_are_no_json_objects(stack: Stack, body: bytes)
 async def test_err_03_content_types(stack: Stack) -> None:
     stack.says("x")
     good = json.dumps({"model": "tiny", "messages": HI})
+    marked = codecs.BOM_UTF8 + good.encode()
+    assert (await stack.http.post("/v1/chat/completions", content=marked, headers={"content-type": "application/json"})).status_code == 200
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         assert_error(await stack.http.post("/v1/chat/completions", content=good, headers={"content-type": kind}), 400, None)
     for encoding in ("gzip", "br, identity"):
