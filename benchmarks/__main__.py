@@ -19,12 +19,13 @@ from benchmarks.fleet import fleet
 from benchmarks.gateway import gateway
 from benchmarks.hops import hops
 from benchmarks.kernels import kernels
-from benchmarks.models import Cases
+from benchmarks.models import OF_PEERS, Cases
 from benchmarks.overhead import overhead
 from benchmarks.peers import PEERS
 from benchmarks.planning import planning
 from benchmarks.profile import profile
 from benchmarks.report import Report
+from benchmarks.sampling import ALL, GREEDY
 from benchmarks.served import Options
 from benchmarks.streaming import streaming
 from benchmarks.tiles import tiles
@@ -239,7 +240,7 @@ def _sampling(
     out: Out = OUT,
 ) -> None:
     """What temperature, filters, penalties and log-probabilities of all rows add to a greedy step."""
-    cases = Cases(names=("sampling",), rows=tuple(rows), context=context, tokens=tokens)
+    cases = Cases(names=("sampling",), sampling_rows=tuple(rows), context=context, tokens=tokens)
     _measure(model, cases, _options(device, quick, limit_s, worker), out)
 
 
@@ -267,10 +268,13 @@ def _peers(
     quick: Quick = False,
     limit_s: Limit = Options.limit_s,
     worker: Worker = [],  # noqa: B006
+    sampling: Annotated[bool, typer.Option("--sampling", help="Also what sampling with penalties adds to a step of 256 rows.")] = False,
+    gaps: Annotated[bool, typer.Option("--gaps", help="Also for how long nothing runs on the device, in steps of 1 and 256 rows.")] = False,
     out: Out = OUT,
 ) -> None:
     """The offline task, prefill and decode of each model after one start, beside what other engines reach."""
-    _measure(model, Cases(), _options(device, quick, limit_s, worker), out)
+    names = OF_PEERS + ("sampling",) * sampling + ("gaps",) * gaps
+    _measure(model, Cases(names, ways=(GREEDY, ALL)), _options(device, quick, limit_s, worker), out)
 
 
 @app.command("comparison")

@@ -70,14 +70,11 @@ def measure_decode(
         )
         print(f"{served.name}: {number} rows decode in {step_ms:.3f} ms a step", flush=True)
         raw[f"{served.name} decode {number}"] = {"short_s": short, "long_s": long, "device_s": decode_s, "device_steps": decodes}
-    if served.traces is None:
+    if served.ranks == 1:
         return lines
+    assert served.traces is not None, "of several ranks it is known where they write them"
     # At the end, since a profiler that has run once may slow what follows.
     measured = [number for number, line in zip(rows, lines, strict=True) if line[2] is not None]
-    shares = {
-        number: communication_share(served, served.traces, traced, prompts[:number])
-        for traced, number in enumerate(measured)
-        if not served.over
-    }
+    shares = {number: communication_share(served, served.traces, prompts[:number]) for number in measured if not served.over}
     raw[f"{served.name} decode together"] = {str(number): share for number, share in shares.items()}
     return [(*line[:-1], f"{shares[number]:.1%}" if number in shares else None) for number, line in zip(rows, lines, strict=True)]

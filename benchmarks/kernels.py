@@ -100,13 +100,14 @@ def rope_cases() -> Iterator[Case]:
 
 def decode_cases() -> Iterator[Case]:
     for q_heads, kv_heads, head_size in ((16, 8, 128), (32, 8, 128), (40, 8, 128), (14, 2, 64)):
-        for rows in (1, 4, 8, 32, 64, 256):
+        for rows, shortest, longest in (*((rows, 800, 1100) for rows in (1, 4, 8, 32, 64, 256)), (256, 1088, 1088)):
             copies = max(1, min(32, L2_BYTES // (rows * 2000 * kv_heads * head_size) + 1))
-            cache, q = KVCache(rows, kv_heads, head_size, 800, 1100, copies), randn(rows, q_heads, head_size)
+            cache, q = KVCache(rows, kv_heads, head_size, shortest, longest, copies), randn(rows, q_heads, head_size)
             shared = (cache.lengths, head_size**-0.5)
             ours: list[Launch] = [partial(decode_attention, q, cache.k, cache.v, cache.page_table, slots, *shared) for slots in cache.slots]
             work = 4.0 * cache.total_tokens * kv_heads * head_size
-            yield Case(f"B={rows} Q={q_heads} K={kv_heads} H={head_size} length 800-1100", work, "TB/s", ours)
+            length = f"{shortest}-{longest}" if shortest < longest else str(longest)
+            yield Case(f"B={rows} Q={q_heads} K={kv_heads} H={head_size} length {length}", work, "TB/s", ours)
 
 
 def prefill_cases() -> Iterator[Case]:

@@ -4,21 +4,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks import decode, offline, prefill, sampling
+from benchmarks import decode, offline, prefill, profile, sampling
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.decode import measure_decode
 from benchmarks.offline import measure_offline
 from benchmarks.prefill import measure_prefill
+from benchmarks.profile import measure_gaps
 from benchmarks.report import Report, Value, circumstances
 from benchmarks.sampling import measure_sampling
 from benchmarks.served import Options, Served, served
 from benchmarks.workload import config_file, fresh
+from services.worker.engine.profiled import DECODE
 from shared.errors import LockstepError
 
 REPEATS, QUICK_REPEATS = 3, 1
 QUICK_SUSTAINED_S = 1.0
 WARM_UP_TOKENS = 16
-COLUMNS = {"offline": offline.COLUMNS, "prefill": prefill.COLUMNS, "decode": decode.COLUMNS, "sampling": sampling.COLUMNS}
+COLUMNS = {
+    "offline": offline.COLUMNS,
+    "prefill": prefill.COLUMNS,
+    "decode": decode.COLUMNS,
+    "sampling": sampling.COLUMNS,
+    "gaps": profile.GAP_COLUMNS,
+}
 OF_PEERS = ("offline", "prefill", "decode")
 Lines = list[Sequence[Value]]
 
@@ -35,6 +43,9 @@ class Cases:
     prompts: int = 256  # of the offline task, as are the next
     least: int = 100
     most: int = 1024
+    sampling_rows: tuple[int, ...] = (256,)
+    ways: tuple[str, ...] = tuple(sampling.WAYS)  # to sample
+    gap_rows: tuple[int, ...] = (1, 256)
 
 
 def measure_models(models: Sequence[str], cases: Cases, options: Options) -> tuple[list[Report], list[str]]:
@@ -47,10 +58,13 @@ def measure_models(models: Sequence[str], cases: Cases, options: Options) -> tup
     print(f"ceilings: {ceilings}", flush=True)
     lines: dict[str, Lines] = {name: [] for name in cases.names}
     raw: dict[str, object] = {"ceilings": ceilings._asdict()}
-    requests = max(max(cases.rows), cases.prefill_prompts, min(cases.prompts, max(decode.ROWS)))
+    also = {"sampling": cases.sampling_rows, "gaps": cases.gap_rows}
+    rows = [*cases.rows, *(count for name in cases.names for count in also.get(name, ()))]
+    requests = max(*rows, cases.prefill_prompts, min(cases.prompts, max(decode.ROWS)))
     for model in models:
         try:
-            with served(model, options, ceilings, gpu, requests, 2 * max(cases.context, cases.most)) as running:
+            length, traced = 2 * max(cases.context, cases.most), "gaps" in cases.names
+            with served(model, options, ceilings, gpu, requests, length, traced) as running:
                 _measure(running, cases, QUICK_REPEATS if options.quick else REPEATS, lines, raw)
         except LockstepError as error:
             failures.append(f"{model}: {error}")
@@ -69,7 +83,9 @@ def _measure(running: Served, cases: Cases, repeats: int, lines: dict[str, Lines
     if "decode" in lines:
         lines["decode"] += measure_decode(running, cases.rows, cases.context, cases.tokens, repeats, raw)
     if "sampling" in lines:
-        lines["sampling"] += measure_sampling(running, cases.rows, cases.context, cases.tokens, repeats, raw)
+        lines["sampling"] += measure_sampling(running, cases.sampling_rows, cases.ways, cases.context, cases.tokens, repeats, raw)
+    if "gaps" in lines:  # at the end, since a profiler that has run once may slow what follows
+        lines["gaps"] += measure_gaps(running, cases.gap_rows, cases.context, raw)
 
 
 def _report(name: str, lines: Lines, ceilings: Ceilings, options: Options, cases: Cases, raw: dict[str, object]) -> Report:
@@ -78,6 +94,7 @@ def _report(name: str, lines: Lines, ceilings: Ceilings, options: Options, cases
         "prefill": "to the last first token",
         "decode": f"prompts of {cases.context} tokens, {cases.tokens} steps; checked: tokens that prefilling chooses too",
         "sampling": f"prompts of {cases.context} tokens, {cases.tokens} steps; all rows sampled alike, the ways in turns",
+        "gaps": f"prompts of {cases.context} tokens, {DECODE.recorded} steps under torch's profiler, which slows them",
     }
     return Report(
         name=name,

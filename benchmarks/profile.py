@@ -1,10 +1,11 @@
 """Where a step's time goes on the device: by kernel, and between kernels. From a trace that a rank writes while it serves."""
 
 import json
+import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -24,6 +25,7 @@ SUMS = ("_flagged_kernel", "_one_shot_kernel", "_two_shot_kernel", "_streamed_ke
 COMMUNICATION = ("nccl", *SUMS, "gloo:", "c10d::")  # in names of what ranks do together
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SEED = 55
+GAP_COLUMNS = ("model", "rows", "us a step", "us busy", "gaps", "launches a step", "launches a layer")
 
 
 @dataclass(frozen=True)
@@ -35,37 +37,71 @@ class Work:
     end_us: float
 
 
+@dataclass(frozen=True)
+class StepTime:
+    us: float
+    busy_us: float  # with anything on the device
+    gaps: float  # share of it with nothing
+    launches_a_layer: int
+
+    @classmethod
+    def of(cls, work: Sequence[Work], kind: Kind, layers: int) -> "StepTime":
+        """Of all recorded steps of a kind."""
+        us = (max(each.end_us for each in work) - work[0].start_us) / kind.recorded
+        busy_us = _busy_us(work) / kind.recorded
+        launches = Counter(each.name for each in work)
+        return cls(us, busy_us, 1 - busy_us / us, sum(number // kind.recorded // layers for number in launches.values()))
+
+
 def profile(model: str, rows: Sequence[int], prompts: int, context: int, options: Options, out: Path) -> list[Report]:
     """One report for each number of decode rows, and one of steps that prefill so many new prompts at a time, unless it is 0; the
     traces stay in `out`."""
     device = options.device_type
     ceilings = measure_ceilings(device)
     folder = (out / "traces").absolute()
+    if folder.exists():  # of an earlier run
+        shutil.rmtree(folder)
     traced = replace(options, worker={**options.worker, "profile_folder": str(folder)})
     reports, most = [], max(*rows, prompts)
     with served(model, traced, ceilings, circumstances()["gpu"], most, 2 * context) as running:
         if prompts:
-            trace, seeds = _ask(folder, PREFILL, 0), count(SEED + 1)
+            trace, seeds = _ask(folder, PREFILL), count(SEED + 1)
             deadline = time.monotonic() + TRACE_S
             while not trace.exists() and time.monotonic() < deadline:
                 running.timed(fresh([context] * prompts, running.llm.vocab_size, next(seeds)), 1)
             reports.append(_report(running, PREFILL, f"{prompts} prompts", context, ceilings, None, _work(_eventually(trace))))
         cached = fresh([context] * max(rows), running.llm.vocab_size, SEED)
         running.timed(cached, 2)
-        for number, asked in enumerate(rows):
-            trace = _ask(folder, DECODE, number)
-            running.timed(cached[:asked], 2 * (DECODE.skipped + DECODE.recorded))
+        for asked in rows:
+            work = _decoded(running, folder, cached[:asked])
             floor_s = decode_step_s(running.shape, asked, context + DECODE.skipped + DECODE.recorded / 2, ceilings)
-            reports.append(_report(running, DECODE, f"{asked} rows", context, ceilings, floor_s, _work(_eventually(trace))))
+            reports.append(_report(running, DECODE, f"{asked} rows", context, ceilings, floor_s, work))
     return reports
 
 
-def communication_share(running: Served, folder: Path, number: int, prompts: Prompts) -> float:
+def measure_gaps(running: Served, rows: Sequence[int], context: int, raw: dict[str, object]) -> list[Sequence[Value]]:
+    """A line for each number of rows: in which share of a decode step nothing ran on the device."""
+    assert running.traces is not None, "it was started to be traced"
+    prompts = fresh([context] * max(rows), running.llm.vocab_size, SEED)
+    running.timed(prompts, 1)
+    lines: list[Sequence[Value]] = []
+    for number in rows:
+        if running.over:
+            lines.append((running.name, number, *[None] * (len(GAP_COLUMNS) - 2)))
+            continue
+        work = _decoded(running, running.traces, prompts[:number])
+        step = StepTime.of(work, DECODE, running.shape.layers)
+        launches = len(work) / DECODE.recorded
+        lines.append((running.name, number, step.us, step.busy_us, f"{step.gaps:.2%}", launches, step.launches_a_layer))
+        print(f"{running.name}: {number} rows, {step.gaps:.2%} of a step nothing runs on the device", flush=True)
+        raw[f"{running.name} gaps {number}"] = {**asdict(step), "kernels_us": _kernels_us(work, DECODE)}
+    return lines
+
+
+def communication_share(running: Served, folder: Path, prompts: Prompts) -> float:
     """Of the time of decode steps of these rows, that rank 0 spends in kernels that ranks run together, waiting for each other included;
-    a norm that is in one of them counts with it. number: of traces before."""
-    trace = _ask(folder, DECODE, number)
-    running.timed(prompts, 2 * (DECODE.skipped + DECODE.recorded))
-    work = _work(_eventually(trace))
+    a norm that is in one of them counts with it."""
+    work = _decoded(running, folder, prompts)
     return communication_us(work) / (max(each.end_us for each in work) - work[0].start_us)
 
 
@@ -74,10 +110,24 @@ def communication_us(work: Sequence[Work]) -> float:
     return _busy_us([each for each in work if any(part in each.name for part in COMMUNICATION)])
 
 
-def _ask(folder: Path, kind: Kind, number: int) -> Path:
-    """Has the ranks record the next steps of a kind, for the `number`-th time; the trace that rank 0 will write."""
-    trace = folder / f"rank-0-{kind.name}-{number}.json"
-    trace.unlink(missing_ok=True)  # of an earlier run
+def _kernels_us(work: Sequence[Work], kind: Kind) -> dict[str, float]:
+    """Of a step, by name, longest first."""
+    times = defaultdict[str, float](float)
+    for each in work:
+        times[each.name] += (each.end_us - each.start_us) / kind.recorded
+    return dict(sorted(times.items(), key=lambda each: -each[1]))
+
+
+def _decoded(running: Served, folder: Path, prompts: Prompts) -> list[Work]:
+    """What the device did in decode steps of these rows."""
+    trace = _ask(folder, DECODE)
+    running.timed(prompts, 2 * (DECODE.skipped + DECODE.recorded))
+    return _work(_eventually(trace))
+
+
+def _ask(folder: Path, kind: Kind) -> Path:
+    """Has the ranks record the next steps of a kind; the trace that rank 0 will write. Those before are there."""
+    trace = folder / f"rank-0-{kind.name}-{len(list(folder.glob(f'rank-0-{kind.name}-*.json')))}.json"
     for rank in _ranks():
         rank.send_signal(kind.signal)
     return trace
@@ -124,23 +174,17 @@ def _report(
     running: Served, kind: Kind, what: str, context: int, ceilings: Ceilings, floor_s: float | None, work: Sequence[Work]
 ) -> Report:
     steps = kind.recorded
-    launches, times = Counter(each.name for each in work), defaultdict[str, float](float)
-    for each in work:
-        times[each.name] += each.end_us - each.start_us
-    step_us = (max(each.end_us for each in work) - work[0].start_us) / steps
-    busy_us, total_us = _busy_us(work) / steps, sum(times.values()) / steps
-    ordered = sorted(times, key=lambda name: -times[name])
+    step, launches, times = StepTime.of(work, kind, running.shape.layers), Counter(each.name for each in work), _kernels_us(work, kind)
+    total_us, names = sum(times.values()), list(times)
 
     def line(label: str, names: Sequence[str]) -> Sequence[Value]:
-        us = sum(times[name] for name in names) / steps
+        us = sum(times[name] for name in names)
         return label, sum(launches[name] for name in names) / steps, us, f"{us / total_us:.1%}"
 
-    lines = [line(name[:NAME_LENGTH], [name]) for name in ordered[:SHOWN]]
-    if ordered[SHOWN:]:
-        lines.append(line(f"{len(ordered) - SHOWN} others", ordered[SHOWN:]))
-    layers = running.shape.layers
-    in_layers = sum(number // steps // layers for number in launches.values())
-    gaps, floor_us = 1 - busy_us / step_us, None if floor_s is None else 1e6 * floor_s
+    lines = [line(name[:NAME_LENGTH], [name]) for name in names[:SHOWN]]
+    if names[SHOWN:]:
+        lines.append(line(f"{len(names) - SHOWN} others", names[SHOWN:]))
+    floor_us = None if floor_s is None else 1e6 * floor_s
     return Report(
         name=f"profile-{what.split()[0] if kind == DECODE else kind.name}",
         columns=("kernel", "launches a step", "us a step", "of all"),
@@ -148,15 +192,15 @@ def _report(
         notes=(
             f"in sums and gathers over ranks {communication_us(work) / steps:.1f} us a step, with the norms that are in them",
             f"{running.name}, {kind.name}, {what} of {context} tokens, {steps} steps under torch's profiler, which slows them",
-            f"a step {step_us:.1f} us, of it {busy_us:.1f} us busy; gaps {gaps:.2%}; {in_layers} launches a layer",
+            f"a step {step.us:.1f} us, of it {step.busy_us:.1f} us busy; gaps {step.gaps:.2%}; {step.launches_a_layer} launches a layer",
             f"{'' if floor_us is None else f'floor {floor_us:.1f} us; '}ceilings, of this run: {ceilings}",
         ),
         raw={
-            "step_us": step_us,
-            "busy_us": busy_us,
+            "step_us": step.us,
+            "busy_us": step.busy_us,
             "communication_us": communication_us(work) / steps,
-            "gap_share": gaps,
-            "launches_a_layer": in_layers,
+            "gap_share": step.gaps,
+            "launches_a_layer": step.launches_a_layer,
             "floor_us": floor_us,
         },
     )

@@ -28,33 +28,34 @@ SEED = 55
 
 
 def measure_sampling(
-    served: Served, rows: Sequence[int], context: int, tokens: int, repeats: int, raw: dict[str, object]
+    served: Served, rows: Sequence[int], ways: Sequence[str], context: int, tokens: int, repeats: int, raw: dict[str, object]
 ) -> list[Sequence[Value]]:
-    """A line for each number of rows and each way, whose runs take turns."""
+    """A line for each number of rows and each way of WAYS, GREEDY among them; their runs take turns."""
     prompts = fresh([context] * max(rows), served.llm.vocab_size, SEED)
     served.timed(prompts, 1)
     lines: list[Sequence[Value]] = []
     for number in rows:
         asked = prompts[:number]
-        long: dict[str, list[float]] = {way: [] for way in WAYS}
-        short: dict[str, list[float]] = {way: [] for way in WAYS}
-        device: dict[str, list[float]] = {way: [] for way in WAYS}  # seconds a step
-        for sampling in WAYS.values():
-            served.timed(asked, 2, **sampling)  # whatever the first answer of a kind compiles
+        long: dict[str, list[float]] = {way: [] for way in ways}
+        short: dict[str, list[float]] = {way: [] for way in ways}
+        device: dict[str, list[float]] = {way: [] for way in ways}  # seconds a step
+        for way in ways:
+            served.timed(asked, 2, **WAYS[way])  # whatever the first answer of a kind compiles
         for repeat in range(repeats):
             if served.over and repeat:
                 break
-            for way, sampling in WAYS.items():
+            for way in ways:
+                sampling = WAYS[way]
                 short[way].append(served.timed(asked, 1, **sampling))
                 before = served.steps()
                 long[way].append(served.timed(asked, 1 + tokens, **sampling))
                 after = served.steps()
                 device[way].append((after.decode_s - before.decode_s) / max(after.decodes - before.decodes, 1))
         agreed = served.check(asked)
-        step_s = {way: (median(long[way]) - median(short[way])) / tokens for way in WAYS}
-        device_s = {way: median(device[way]) for way in WAYS}
+        step_s = {way: (median(long[way]) - median(short[way])) / tokens for way in ways}
+        device_s = {way: median(device[way]) for way in ways}
         raw[f"{served.name} sampling {number}"] = {"checked": agreed, "long_s": long, "short_s": short, "device_s": device}
-        for way in WAYS:
+        for way in ways:
             most = AT_MOST.get((served.name, number)) if way == ALL else None
             line = (
                 f"{(max(long[way]) - min(long[way])) / median(long[way]):.1%}",

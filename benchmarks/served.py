@@ -86,7 +86,8 @@ class Served:
     gpu: str
     gpus: int
     deadline: float  # on the monotonic clock
-    traces: Path | None = None  # where ranks write them, when there are several
+    ranks: int = 1  # of a group
+    traces: Path | None = None  # where ranks write them, when there are several or somebody asks for them
     span: tuple[float, float] = (0.0, 0.0)  # of the last call, on the monotonic clock
 
     @property
@@ -191,7 +192,7 @@ def _samples(llm: LLM, service: str) -> list[Sample]:
 
 
 @contextlib.contextmanager
-def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int, length: int) -> Iterator[Served]:
+def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int, length: int, traced: bool = False) -> Iterator[Served]:
     """A shape by its name or a folder, with random weights, for up to `rows` requests of up to `length` tokens at a time."""
     start = time.monotonic()
     source = config_file(model)
@@ -205,13 +206,13 @@ def served(model: str, options: Options, ceilings: Ceilings, gpu: str, rows: int
         "max_model_len": min(max(MAX_LENGTH, length), int(config["max_position_embeddings"])),
         **options.worker,
     }
-    several = int(options.worker.get("tensor_parallel_size", 1)) > 1
+    ranks = int(options.worker.get("tensor_parallel_size", 1))
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        traces = Path(folder) / "traces" if several else None
+        traces = Path(folder) / "traces" if ranks > 1 or traced else None
         name = model if source.stem == model else Path(model).name
         logs = None if options.logs is None else options.logs / name
         with LLM(folder, logs=logs, **{"profile_folder": traces, **settings}) as llm:
-            gpus = int(options.worker.get("tensor_parallel_size", 1)) * int(options.worker.get("groups", 1))
+            gpus, shape = ranks * int(options.worker.get("groups", 1)), Shape.from_config(config)
             print(f"{name} started: {startup(llm)}", flush=True)
-            yield Served(name, llm, Shape.from_config(config), ceilings.times(gpus), gpu, gpus, start + options.limit_s, traces)
+            yield Served(name, llm, shape, ceilings.times(gpus), gpu, gpus, start + options.limit_s, ranks, traces)

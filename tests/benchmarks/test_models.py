@@ -14,7 +14,7 @@ from benchmarks.decode import measure_decode
 from benchmarks.models import Cases, measure_models
 from benchmarks.profile import Work, communication_us, profile
 from benchmarks.report import Report, Value
-from benchmarks.sampling import GREEDY, WAYS
+from benchmarks.sampling import ALL, GREEDY
 from benchmarks.served import Options, Served, WrongOutput
 from services.local import LLM
 from services.worker.engine.profiled import DECODE
@@ -22,7 +22,17 @@ from services.worker.engine.roofline import Shape
 from tests import tiny
 
 CASES = Cases(
-    names=("offline", "prefill", "decode", "sampling"), rows=(1, 3), context=40, tokens=12, prefill_prompts=3, prompts=10, least=5, most=30
+    names=("offline", "prefill", "decode", "sampling", "gaps"),
+    rows=(1, 3),
+    context=40,
+    tokens=12,
+    prefill_prompts=3,
+    prompts=10,
+    least=5,
+    most=30,
+    sampling_rows=(3,),
+    ways=(GREEDY, ALL),
+    gap_rows=(1, 3),
 )
 OPTIONS = Options(device="cpu", quick=True, worker={"threads": 1})
 ONE = Ceilings(1e9, 1e9, 1e9)
@@ -75,9 +85,22 @@ def test_prefill_and_what_is_written(reports: dict[str, Report], tmp_path: Path)
 
 def test_ways_to_sample_are_compared_with_greedy(reports: dict[str, Report]) -> None:
     found = lines(reports["sampling"])
-    assert [(line["rows"], line["sampling"]) for line in found] == [(rows, way) for rows in (1, 3) for way in WAYS]
+    assert [(line["rows"], line["sampling"]) for line in found] == [(3, GREEDY), (3, ALL)]
     assert {line["over greedy"] for line in found if line["sampling"] == GREEDY} == {"+0.0%"}
     assert all(isinstance(line["ms a step"], float) for line in found)
+
+
+def test_gaps_are_the_share_of_a_step_without_work(reports: dict[str, Report]) -> None:
+    found = lines(reports["gaps"])
+    assert [line["rows"] for line in found] == [1, 3]
+    for line in found:
+        us, busy_us = line["us a step"], line["us busy"]
+        assert isinstance(us, float)
+        assert isinstance(busy_us, float)
+        assert line["gaps"] == f"{1 - busy_us / us:.2%}"
+    raw = reports["gaps"].raw["tiny gaps 3"]
+    assert isinstance(raw, dict)
+    assert raw["kernels_us"]["aten::linear"] > 0
 
 
 @pytest.fixture(scope="module")
