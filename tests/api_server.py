@@ -5,6 +5,7 @@ What it does not know, it answers 404, as a real one would a kind that is not in
 
 import asyncio
 import json
+import socket
 import threading
 import uuid
 from collections import deque
@@ -18,6 +19,8 @@ from typing import Any, Self, TypeVar
 
 import yaml
 from aiohttp import web
+
+from shared.ports import port_of, reserve
 
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -35,7 +38,8 @@ class Event:
 
 
 class ApiServer:
-    """Holds the objects. A test may also change them from within: `put`, `delete`; `close` and `open` make it go away and come back."""
+    """Holds the objects. A test may also change them from within: `put`, `delete`; `close` and `open` make it go away and come back, at the
+    same port, which nobody else gets until its `end`."""
 
     def __init__(self) -> None:
         self._objects: dict[tuple[str, str, str], Object] = {}
@@ -45,7 +49,13 @@ class ApiServer:
         self.watches = 0  # that are open
         self.requests: list[str] = []
         self._runner: web.AppRunner | None = None
-        self.port = 0
+        self._reservation: socket.socket | None = None
+
+    @property
+    def port(self) -> int:
+        if self._reservation is None:
+            self._reservation = reserve("127.0.0.1")
+        return port_of(self._reservation)
 
     async def open(self) -> None:
         app = web.Application()
@@ -61,13 +71,16 @@ class ApiServer:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
-        assert self._runner.addresses
-        self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    async def end(self) -> None:
+        await self.close()
+        if self._reservation is not None:
+            self._reservation.close()
 
     def kubeconfig(self, folder: Path) -> Path:
         """A file for KUBECONFIG."""
@@ -226,7 +239,7 @@ async def api_server() -> AsyncIterator[ApiServer]:
     try:
         yield server
     finally:
-        await server.close()
+        await server.end()
 
 
 class Cluster:
@@ -243,13 +256,13 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call(self.server.close())
+        self.call(self.server.end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def call(self, what: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
 
 
 def endpoint_slice(service: str, endpoints: Mapping[str, bool], port: int, name: str | None = None) -> Object:

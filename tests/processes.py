@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator
 import psutil
 
 POLL_S = 0.02
+WITHIN_S = 30.0  # for what takes no time worth mentioning on an idle machine
 
 
-def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
     """Waits for a fact, up to a deadline; a test never sleeps for a guess."""
     for _ in _polls(condition, within_s):
         time.sleep(POLL_S)
 
 
-async def eventually_async(condition: Callable[[], object], within_s: float = 10.0) -> None:
+async def eventually_async(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
     """`eventually`, while the event loop runs on."""
     for _ in _polls(condition, within_s):
         await asyncio.sleep(POLL_S)
@@ -45,7 +46,7 @@ class Family:
         """Those that have not ended."""
         return [process for process in psutil.process_iter() if self._owns(process)]
 
-    def end(self, within_s: float = 10.0) -> None:
+    def end(self, within_s: float = WITHIN_S) -> None:
         """Fails unless all have ended within this time; those that have not are killed."""
         try:
             eventually(lambda: not self.living(), within_s)

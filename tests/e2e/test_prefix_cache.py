@@ -115,7 +115,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         for worker in started.values():
             worker.process.wait(STOP_S)
             print(f"---- worker, status {worker.process.returncode}\n{worker.log}")
-        family.end(within_s=1.0)
+        family.end()
 
 
 @pytest.mark.timeout(400)

@@ -81,11 +81,11 @@ def test_other_paths_and_methods_are_refused() -> None:
 
 
 async def test_a_stuck_event_loop_is_unready_before_it_is_dead() -> None:
-    heartbeat = Heartbeat(new_registry("test"), stalled_s=60, unready_s=0.2)
+    heartbeat = Heartbeat(new_registry("test"), stalled_s=60, unready_s=0.5)
     beating = asyncio.create_task(heartbeat.beat())
     with serving(heartbeat, ready=heartbeat.ready) as url:
         assert (await asyncio.to_thread(get, f"{url}/readyz")).status_code == 200
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (answer := get(f"{url}/readyz")).status_code == 200:  # this blocks the event loop
             assert time.monotonic() < deadline
         assert "the event loop has not run for" in answer.text
@@ -105,7 +105,7 @@ async def test_k8s_03_a_stuck_event_loop_is_seen_from_outside_and_a_live_one_too
     beating = asyncio.create_task(heartbeat.beat())
     with serving(heartbeat) as url:
         assert (await asyncio.to_thread(get, f"{url}/livez")).status_code == 200
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (answer := get(f"{url}/livez")).status_code == 200:  # this blocks the event loop
             assert time.monotonic() < deadline
         assert "the event loop has not run for" in answer.text
@@ -151,7 +151,7 @@ def test_callers_that_open_and_say_nothing_do_not_keep_a_probe_out() -> None:
             silent.enter_context(socket.create_connection(("127.0.0.1", int(url.rsplit(":")[-1]))))
         answer = get(f"{url}/livez")
         assert (answer.status_code, answer.elapsed.total_seconds() < SOCKET_TIMEOUT_S) == (200, True)  # it did not wait for them
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while threading.active_count() > before + MAX_CONNECTIONS:
             assert time.monotonic() < deadline
 

@@ -133,7 +133,7 @@ async def start(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     stop.set()
     await asyncio.gather(*running)
     for stack in stacks:
-        await stack.scheduler.stop()
+        await stack.scheduler.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import grpc
 import numpy as np
 
 from shared import rpc
+from shared.ports import port_of, reserve
 from shared.protocol import files
 from shared.protocol.files import ModelFile
 from shared.protocol.generation_pb2 import (
@@ -80,21 +82,30 @@ class ScriptedScheduler(GenerationServicer):
 
     def __post_init__(self) -> None:
         self._server: grpc.aio.Server | None = None
+        self._reservation: socket.socket | None = None  # of the port, while it is dead
         self._outboxes: list[Outbox] = []
         self._silent = False
 
     async def start(self) -> None:
-        """Listens, on the same port as before if there was one."""
+        """Listens, each time on the same port."""
         self._silent = False
+        if self._reservation is None:
+            self._reservation = reserve("127.0.0.1")
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         add_GenerationServicer_to_server(self, self._server)
-        self.port = await rpc.start_server(self._server, "127.0.0.1", self.port)
+        self.port = await rpc.start_server(self._server, "127.0.0.1", port_of(self._reservation))
 
     async def stop(self) -> None:
-        """Dies: all sessions break."""
+        """Dies: all sessions break, and nobody else gets the port."""
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
+
+    async def close(self) -> None:
+        """Dies for good."""
+        await self.stop()
+        if self._reservation is not None:
+            self._reservation.close()
 
     async def end_sessions(self) -> None:
         """Ends every session in good order."""

@@ -48,7 +48,7 @@ async def test_a_head_without_end_is_cut_off(stack: Stack, begun: bytes, piece: 
     reader, writer = await opened(stack)
     writer.write(begun)
     sent = 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not reader.at_eof() and sent < 500 * PIECE:
             writer.write(piece)
             sent += len(piece)
@@ -117,7 +117,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(start: Start, monkeyp
     connections = [await opened(stack) for _ in range(3)]
     connections[1][1].write(GET)
     connections[2][1].write(GET + b"\r\n" + GET)  # the second of a connection
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for reader, writer in connections:
             await reader.read()
             writer.close()
@@ -140,7 +140,7 @@ async def test_what_follows_an_answer_keeps_no_connection(start: Start, monkeypa
                 pass
         writer.close()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await asyncio.gather(
             ends(GET + b"\r\n", b"\r\n"),
             ends(refused, b"a" * 10),
@@ -168,7 +168,7 @@ async def test_a_client_that_takes_nothing_keeps_no_connection(start: Start, mon
 
         await eventually_async(lambda: bool(stack.scheduler.submits))
         assert is_kept()
-        await eventually_async(lambda: not is_kept(), within_s=20)
+        await eventually_async(lambda: not is_kept())
     stack.says("hello")
     assert (await stack.complete()).status_code == 200
 

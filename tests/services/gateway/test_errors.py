@@ -377,7 +377,7 @@ async def test_a_body_that_does_not_come_is_cut_off_and_frees_its_place(start: A
     connections = [await asyncio.open_connection(url.host, url.port) for _ in range(2)]
     for _, writer in connections:
         writer.write(head)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await stack.complete()).status_code != 429:
             await asyncio.sleep(0.01)
         for reader, writer in connections:
@@ -399,7 +399,7 @@ async def test_bodies_in_flight_are_bounded_together(start: Any) -> None:
 
     first = asyncio.create_task(stack.http.post("/v1/completions", content=held()))
     await begun.wait()  # else it may be the one that is refused
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (response := await stack.complete(user="u" * 2000)).status_code == 200:
             await asyncio.sleep(0.01)
     assert_error(response, 429, None, "rate_limit_exceeded")
@@ -419,7 +419,7 @@ async def test_bodies_whose_prompts_wait_for_a_thread_count_too(start: Any, tmp_
         return asyncio.create_task(stack.chat(user="u" * 3000, messages=[{"role": "user", "content": "slow"}]))
 
     first = held()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while (response := await stack.complete(user="u" * 2000)).status_code == 200:
             if first.done():  # it came while one of the others was there
                 first = held()

@@ -80,8 +80,8 @@ async def gateway(tokenizer_folder: Path, tmp_path: Path) -> AsyncIterator[tuple
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
-        await scheduler.stop()
-        family.end(within_s=10)
+        await scheduler.close()
+        family.end()
         print((tmp_path / "log").read_text()[-5000:])
 
 

@@ -104,11 +104,11 @@ async def gateway(tokenizer_folder: Path, tmp_path: Path) -> AsyncIterator[Gatew
         if gateway.process.returncode is None:
             gateway.process.terminate()
         assert await asyncio.wait_for(gateway.process.wait(), WITHIN_S) == 0
-        gateway.family.end(within_s=20.0)  # what the killed process had started itself notices when it has loaded its libraries
+        gateway.family.end()  # what the killed process had started itself notices when it has loaded its libraries
     finally:
         if gateway.process.returncode is None:
             gateway.process.kill()
-        await scheduler.stop()
+        await scheduler.close()
         print(gateway.log.read_text())
 
 

@@ -225,7 +225,7 @@ async def test_the_leader_is_found_among_several(start: Any, tokenizer_folder: P
     await stack.scheduler.start()  # with the old epoch: nobody goes back
     standby.script = lambda submit: Script([stack.encode("still"), [EOS]])
     assert await stack.content() == "still"
-    await standby.stop()
+    await standby.close()
     await eventually_async(lambda: len(stack.scheduler.hellos) > 1)  # it is shown what has been seen
     assert stack.scheduler.hellos[-1].highest_epoch == 2
 
@@ -262,18 +262,18 @@ async def metrics(stack: Stack) -> dict[str, float]:
 
 async def until_begun(stack: Stack, requests: int) -> None:
     """So many have got their first token."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while sum(value for name, value in (await metrics(stack)).items() if name.startswith(BEGUN)) != requests:
             await asyncio.sleep(0.01)
 
 
 async def until_inflight(stack: Stack, requests: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await metrics(stack))[INFLIGHT] != requests:
             await asyncio.sleep(0.01)
 
 
 async def until_answered(stack: Stack) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await stack.chat()).status_code != 200:
             await asyncio.sleep(0.05)

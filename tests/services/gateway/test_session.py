@@ -56,7 +56,7 @@ async def test_an_older_epoch_is_ignored(start: Any) -> None:
     assert (await stack.chat()).status_code == 503
     stack.scheduler.epoch = 5
     stack.says("x")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (await stack.chat()).status_code != 200:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -67,7 +67,7 @@ async def test_the_gateway_waits_for_a_ready_group(start: Any) -> None:
     assert_error(await stack.chat(), 503, None)
     assert (await stack.http.get("/v1/models")).status_code == 200
     stack.scheduler.ready = True
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (await stack.http.get("/health")).status_code != 200:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -87,7 +87,7 @@ async def test_files_are_fetched_once_for_each_model(start: Any, tmp_path: Path)
     third.scheduler.folder, third.scheduler.fingerprint = other, "0" * 64
     await third.scheduler.start()
     await eventually_async(lambda: len(third.scheduler.hellos) == 2)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (response := await third.chat()).status_code != 200:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -116,7 +116,7 @@ async def test_can_01_a_client_that_leaves_cancels(stack: Stack, stream: bool, b
     if stream and begun:
         await reader.readuntil(b"hello")
     writer.close()
-    await eventually_async(lambda: stack.scheduler.cancels, within_s=2)
+    await eventually_async(lambda: stack.scheduler.cancels)
     submit, cancel = stack.scheduler.submits[0], stack.scheduler.cancels[0]
     assert (cancel.request, cancel.attempt) == (submit.request, submit.attempt)
     assert cancel.accepted_tokens == (len(ids) if stream and begun else cancel.accepted_tokens)
@@ -148,7 +148,7 @@ async def test_can_04_all_prompts_of_a_request_are_cancelled(stack: Stack) -> No
     stack.plays(stack.encode("x"), never)
     async with stack.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": ["a", "b", "c"], "stream": True}) as response:
         await anext(response.aiter_lines())
-    await eventually_async(lambda: len(stack.scheduler.cancels) == 3, within_s=2)
+    await eventually_async(lambda: len(stack.scheduler.cancels) == 3)
     assert {cancel.request for cancel in stack.scheduler.cancels} == {submit.request for submit in stack.scheduler.submits}
 
 
@@ -175,7 +175,7 @@ async def test_a_client_that_does_not_read_loses_its_request_alone(start: Any) -
         client.connect(("127.0.0.1", stack.http.base_url.port))
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         client.sendall(head.encode() + data)
-        await eventually_async(lambda: stack.scheduler.cancels, within_s=30)
+        await eventually_async(lambda: stack.scheduler.cancels)
         stack.says("hello")
         assert await stack.content() == "hello"
 

@@ -92,7 +92,7 @@ def test_a_second_ctrl_c_does_not_wait_for_running_answers(serve: Serve) -> None
 def restarted(launched: Launched, run: dict[str, Any], victim: str) -> dict[str, Any]:
     """Kills a service. Returns what the run file tells once it is there again."""
     os.kill(run["pids"][victim], signal.SIGKILL)
-    eventually(lambda: launched.ready()["pids"][victim] != run["pids"][victim], within_s=20.0)
+    eventually(lambda: launched.ready()["pids"][victim] != run["pids"][victim])
     now = launched.ready()
     assert f"warning: the {victim} was killed by SIGKILL" in launched.output
     assert (now["ports"], now["url"]) == (run["ports"], run["url"])
@@ -163,7 +163,7 @@ def test_a_killed_launcher_leaves_nobody(serve: Serve) -> None:
         next(lines)
         launched.process.kill()
         launched.process.wait()
-        eventually(lambda: not launched.family.living(), within_s=15.0)  # the gateway drains
+        eventually(lambda: not launched.family.living())  # the gateway drains
 
 
 def test_a_port_in_use_is_told_at_once(launch: Serve, model: Path) -> None:

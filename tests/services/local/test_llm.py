@@ -281,7 +281,7 @@ def test_a_killed_client_leaves_nobody(model: Path, script: Callable[..., Path],
         assert process.stdout is not None  # it is a pipe
         process.stdout.readline()
         process.kill()
-    eventually(lambda: not family.living(), within_s=15.0)
+    eventually(lambda: not family.living())
 
 
 def test_groups_share_no_gpu() -> None:

@@ -69,10 +69,10 @@ class SessionClient:
     def cancel(self, request: int, attempt: int = 1, accepted: int = 0) -> None:
         self.outbox.put(pb.GenerationSessionRequest(cancel=pb.Cancel(request=request, attempt=attempt, accepted_tokens=accepted)))
 
-    async def ended(self, request: int, attempt: int = 1, within_s: float = 10.0) -> Answer:
+    async def ended(self, request: int, attempt: int = 1, within_s: float = 30.0) -> Answer:
         return await self.until(request, lambda answer: answer.ended, attempt, within_s)
 
-    async def until(self, request: int, condition: Any, attempt: int = 1, within_s: float = 10.0) -> Answer:
+    async def until(self, request: int, condition: Any, attempt: int = 1, within_s: float = 30.0) -> Answer:
         answer = self.answers[request, attempt]
         async with asyncio.timeout(within_s), self._changed:
             await self._changed.wait_for(lambda: condition(answer))

@@ -19,7 +19,7 @@ async def test_requests_and_groups_are_shown_while_they_run_and_after(tmp_path: 
         await client.ended(1)
         worker.running.clear()
         client.submit(submit(2, PROMPT, 20, ignore_eos=True, request_id="second", cache_salt=""))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not (requests := await debug_page(tmp_path, "requests"))["live"]:
                 await asyncio.sleep(0.01)
         (live,), (ended,) = requests["live"], requests["ended"]

@@ -27,6 +27,7 @@ from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.server import GenerationService
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.stream import MAX_PAGES
+from shared.ports import port_of, reserve
 from shared.protocol import execution_pb2, files
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
@@ -51,14 +52,16 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def scheduling(folder: Path, *workers: ScriptedWorker, ready: bool = True, **settings: Any) -> AsyncIterator[str]:
-    """A scheduler in this process; yields its address once it is ready."""
+async def scheduling(
+    folder: Path, *workers: ScriptedWorker, ready: bool = True, ends_by_itself: bool = False, **settings: Any
+) -> AsyncIterator[str]:
+    """A scheduler in this process; yields its address once it is ready. It is told to stop, unless it `ends_by_itself`, and waited for."""
     ports_file = folder / "ports.json"
     targets = [f"127.0.0.1:{worker.port}" for worker in workers]
     stop = asyncio.Event()
     service = asyncio.create_task(serve(SchedulerSettings(port=0, admin_port=0, worker=targets, ports_file=ports_file, **settings), stop))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not ports_file.exists():
                 assert not service.done(), service.exception()
                 await asyncio.sleep(0.005)
@@ -67,7 +70,8 @@ async def scheduling(folder: Path, *workers: ScriptedWorker, ready: bool = True,
                 await asyncio.sleep(0.01)
         yield target
     finally:
-        stop.set()
+        if not ends_by_itself:
+            stop.set()
         await service
 
 
@@ -86,7 +90,7 @@ async def debug_page(folder: Path, name: str) -> Any:
 
 
 async def groups_ready(folder: Path, number: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len((await debug_page(folder, "groups"))["groups"]) < number:
             await asyncio.sleep(0.01)
 
@@ -165,7 +169,7 @@ async def test_describe_waits_for_a_group(tmp_path: Path) -> None:
             assert answer.rejected is not None
             assert answer.rejected.reason == pb.REJECT_REASON_UNAVAILABLE
         worker.ready = True
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await serving_status(target) != health_pb2.HealthCheckResponse.SERVING:
                 await asyncio.sleep(0.01)
         described = await describe(target)
@@ -280,8 +284,9 @@ async def test_a_silent_gateway_is_dropped(tmp_path: Path) -> None:
 async def test_requests_of_a_lost_worker_go_on_when_it_is_found_again(tmp_path: Path) -> None:
     worker = ScriptedWorker(step_s=0.005)
     async with contextlib.AsyncExitStack() as stack:
+        port = port_of(stack.enter_context(reserve("127.0.0.1")))
         first = await stack.enter_async_context(contextlib.AsyncExitStack())
-        await first.enter_async_context(serving(worker))
+        await first.enter_async_context(serving(worker, port))
         target = await stack.enter_async_context(scheduling(tmp_path, worker))
         client = await stack.enter_async_context(session(target))
         client.submit(submit(1, [1], 60))
@@ -289,7 +294,7 @@ async def test_requests_of_a_lost_worker_go_on_when_it_is_found_again(tmp_path: 
         await first.aclose()
         client.submit(submit(2, [2], 3))
         again = ScriptedWorker()
-        await stack.enter_async_context(serving(again, worker.port))
+        await stack.enter_async_context(serving(again, port))
         assert (await client.ended(1)).ids == expected([1], 60)
         assert (await client.ended(2)).ids == expected([2], 3)
         assert again.hellos[0] > worker.hellos[0]
@@ -384,7 +389,7 @@ async def test_k8s_12_a_group_that_fails_every_row_is_ejected_until_it_is_well(
             groups = {group["name"]: group for group in (await debug_page(tmp_path, "groups"))["groups"]}
             return bool(groups["sick"]["ejected"])
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not await ejected():
                 pass
         assert sum([await ask() for _ in range(20)]) < 10  # trials
@@ -422,7 +427,8 @@ async def test_a_leader_that_ends_tells_no_client_that_its_worker_was_lost(tmp_p
             worker.running.clear()
         lease = tmp_path / "lease"
         service = await stack.enter_async_context(contextlib.AsyncExitStack())
-        target = await service.enter_async_context(scheduling(tmp_path, *workers, leadership=f"file:{lease}", lease_renewal_s=0.1))
+        leader = scheduling(tmp_path, *workers, leadership=f"file:{lease}", lease_renewal_s=0.1, ends_by_itself=True)
+        target = await service.enter_async_context(leader)
         await groups_ready(tmp_path, len(workers))
         with contextlib.suppress(StreamEnded):  # the end of the session may cross a heartbeat
             async with session(target) as client:
@@ -441,12 +447,13 @@ async def test_a_leader_that_ends_tells_no_client_that_its_worker_was_lost(tmp_p
 async def test_held_requests_are_rejected_after_a_while(tmp_path: Path) -> None:
     worker = ScriptedWorker()
     async with contextlib.AsyncExitStack() as stack:
+        port = port_of(stack.enter_context(reserve("127.0.0.1")))  # where no other worker is to be found afterwards
         first = await stack.enter_async_context(contextlib.AsyncExitStack())
-        await first.enter_async_context(serving(worker))
+        await first.enter_async_context(serving(worker, port))
         target = await stack.enter_async_context(scheduling(tmp_path, worker, group_wait_s=0.2))
         client = await stack.enter_async_context(session(target))
         await first.aclose()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await serving_status(target) == health_pb2.HealthCheckResponse.SERVING:
                 await asyncio.sleep(0.01)
         client.submit(submit(1, [1], 3))
@@ -572,8 +579,9 @@ async def test_a_group_whose_books_would_take_too_long_to_make_is_refused(tmp_pa
 async def test_the_admin_port_tells_readiness_and_what_requests_went_through(tmp_path: Path) -> None:
     worker = ScriptedWorker(step_s=0.005)
     async with contextlib.AsyncExitStack() as stack:
+        port = port_of(stack.enter_context(reserve("127.0.0.1")))
         workers = await stack.enter_async_context(contextlib.AsyncExitStack())
-        await workers.enter_async_context(serving(worker))
+        await workers.enter_async_context(serving(worker, port))
         target = await stack.enter_async_context(scheduling(tmp_path, worker, served_model_name="tiny", group_wait_s=0.2, bursts=False))
         port = json.loads((tmp_path / "ports.json").read_text())["admin"]
         admin = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False))
@@ -623,8 +631,9 @@ async def test_epochs_rise_above_what_others_have_seen(tmp_path: Path) -> None:
 
 
 async def test_a_draining_group_gets_nothing_new(tmp_path: Path) -> None:
-    async with serving(ScriptedWorker(ONE_SLOT, step_s=0.002)) as worker, serving(ScriptedWorker()) as other:
+    async with serving(ScriptedWorker(ONE_SLOT)) as worker, serving(ScriptedWorker()) as other:
         other.ready = False
+        worker.last_plan = 2  # it is told to drain in the middle of an answer
         async with scheduling(tmp_path, worker, other) as target, session(target) as client:
             client.submit(submit(1, [1], 50, ignore_eos=True))
             client.submit(submit(2, [2], 5))  # waits for the slot
@@ -632,9 +641,10 @@ async def test_a_draining_group_gets_nothing_new(tmp_path: Path) -> None:
             assert worker.outbox is not None
             draining = execution_pb2.Draining(remaining_ms=5_000)
             worker.outbox.put(execution_pb2.ExecutionExecuteResponse(draining=draining))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while await serving_status(target) == health_pb2.HealthCheckResponse.SERVING:
                     await asyncio.sleep(0.005)
+            worker.running.set()
             other.ready = True
             assert (await client.ended(2)).ids == expected([2], 5)
             assert len((await client.ended(1)).ids) == 50

@@ -24,7 +24,7 @@ class Harness:
         self.session.flush()
 
     async def batch(self) -> pb.TokenBatch:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return (await anext(self.outgoing)).batch
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import psutil
 
+from shared.ports import port_of, reserve
 from shared.protocol import execution_pb2 as pb
 from shared.protocol.execution_pb2_grpc import ExecutionStub
 from shared.protocol.plan import Plan, encode
@@ -24,8 +25,10 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # this host'
 class Worker:
     """`python -m services.worker` on a port that the kernel picks."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, reservations: Sequence[socket.socket] = ()) -> None:
+        """reservations: of ports that `arguments` name; closed by `clean_up`."""
         self.arguments, self.ports_file, self.log_file = arguments, folder / "ports.json", folder / "log"
+        self._reservations = reservations
         command = [
             sys.executable,
             "-m",
@@ -80,25 +83,31 @@ class Worker:
         """The exit status, once the process and all of its ranks are gone."""
         return await asyncio.to_thread(self.process.wait, within_s)
 
+    def clean_up(self) -> None:
+        """Kills it, if it has not ended."""
+        self.process.kill()
+        self.process.wait()
+        for each in self._reservations:
+            each.close()
+        print(self.log)
+
 
 def over_nodes(folder: Path, nodes: int, *arguments: str, last: Sequence[str] = ()) -> list[Worker]:
-    """The workers of one group, the leader first, each with a folder of its own. They meet at ports that are free now.
+    """The workers of one group, the leader first, each with a folder of its own. The ports where they meet are theirs until its `clean_up`.
 
     last: what only the last one is told.
     """
-    ports = ("--port", str(_free_port()), "--leader-port", str(_free_port()), "--leader-address", "127.0.0.1")
+    reservations = [reserve("127.0.0.1") for _ in range(2)]
+    port, leader_port = map(port_of, reservations)
+    ports = ("--port", str(port), "--leader-port", str(leader_port), "--leader-address", "127.0.0.1")
     workers = []
     for index in range(nodes):
         own = folder / f"node-{index}"
         own.mkdir(parents=True)
         place = ("--nodes", str(nodes), "--node-index", str(index))
-        workers.append(Worker(own, *arguments, *ports, *place, *(last if index == nodes - 1 else ())))
+        more = last if index == nodes - 1 else ()
+        workers.append(Worker(own, *arguments, *ports, *place, *more, reservations=() if index else reservations))
     return workers
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -108,7 +117,7 @@ def worker(folder: Path, *arguments: str) -> Iterator[Worker]:
         yield running
     finally:
         running.process.terminate()
-        running.process.wait(10)
+        running.process.wait(30)
         print(running.log)
 
 

@@ -16,7 +16,7 @@ async def test_an_entry_waits_for_room_in_the_ring() -> None:
     waiting = asyncio.create_task(written(writer.write, Kind.RUN, 1, b""))
     assert not (await asyncio.wait({waiting}, timeout=0.02))[0]
     assert reader.read().plan == 1
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 30)
     assert [(entry.kind, entry.plan) for entry in (reader.read(), reader.read())] == [(Kind.PLAN, 2), (Kind.RUN, 1)]
     for each in (descriptor, bell):
         os.close(each)

@@ -51,9 +51,7 @@ def two_nodes(folder: Path, model: Path) -> Iterator[tuple[Worker, Worker]]:
         yield leader, follower
     finally:
         for worker in (leader, follower):
-            worker.process.kill()
-            worker.process.wait()
-            print(worker.log)
+            worker.clean_up()
 
 
 async def test_a_node_with_other_settings_is_refused_and_one_that_is_told_to_stop_drains_the_group(tmp_path: Path, model: Path) -> None:
@@ -69,7 +67,7 @@ async def test_a_node_with_other_settings_is_refused_and_one_that_is_told_to_sto
                 if message.WhichOneof("message") == "draining":
                     break
             assert follower.process.poll() is None
-        assert [await worker.ended(10) for worker in (leader, follower)] == [0, 0]
+        assert [await worker.ended(30) for worker in (leader, follower)] == [0, 0]
 
 
 @pytest.mark.parametrize("death", DEATHS)
@@ -83,11 +81,11 @@ async def test_tp_07_whoever_is_left_of_two_nodes_ends_and_says_why(tmp_path: Pa
             victim.process.send_signal(sign)
             with pytest.raises(StreamEnded):
                 await stream.result()
-            assert await survivor.ended(10) == 1
+            assert await survivor.ended(30) == 1
         assert re.search(cause, survivor.last_line)
         assert "Traceback" not in survivor.log
         victim.process.kill()
-        assert not psutil.wait_procs(ranks, timeout=10)[1]
+        assert not psutil.wait_procs(ranks, timeout=30)[1]
 
 
 class Joined:

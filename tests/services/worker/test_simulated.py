@@ -80,7 +80,7 @@ def decode(plan_id: int, *slots: int, iterations: int = 1) -> Plan:
 
 
 async def results(stream: Execution, count: int) -> list[pb.PlanResult]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return [await stream.result() for _ in range(count)]
 
 
@@ -195,7 +195,7 @@ async def test_alone_a_crash_is_the_end_of_the_process(tmp_path: Path, model: Pa
         stream.send(decode(2, 0))
         with pytest.raises(StreamEnded):
             await results(stream, 2)
-    assert await running.ended(10) == 1
+    assert await running.ended(30) == 1
     assert "a simulated crash" in running.last_line
 
 
@@ -214,7 +214,7 @@ async def test_delays_failed_rows_and_stalls(tmp_path: Path, model: Path) -> Non
         assert tokens([failed, after]) == [FAILED_ROW, -1]
         with pytest.raises(StreamEnded):
             await stream.result()
-    assert await running.ended(10) == 1
+    assert await running.ended(30) == 1
     assert "the ranks did not finish plan 5 within 0.5 s" in running.last_line
 
 

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import pickle
-import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +15,7 @@ from services.worker.distributed.communicator import CollectiveFailed, SingleCom
 from services.worker.distributed.preflight import CPU_SIZES
 from services.worker.distributed.rendezvous import Rendezvous
 from shared.errors import PeerLost
+from shared.ports import port_of, reserve
 
 RANKS = 2
 DEADLINE_S = 60.0
@@ -49,20 +49,18 @@ def serve(rank: int, url: str, link: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def links() -> Iterator[list[Connection]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     processes, links = [], []
-    for node in range(2):
-        place = Rendezvous.over_nodes(RANKS, 2, node, "127.0.0.1", port)
-        for rank in place.ranks:
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=serve, args=(rank, place.url, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()
-            links.append(ours)
-    yield links
+    with reserve("127.0.0.1") as reservation:
+        for node in range(2):
+            place = Rendezvous.over_nodes(RANKS, 2, node, "127.0.0.1", port_of(reservation))
+            for rank in place.ranks:
+                ours, theirs = context.Pipe()
+                processes.append(context.Process(target=serve, args=(rank, place.url, theirs), daemon=True))
+                processes[-1].start()
+                theirs.close()
+                links.append(ours)
+        yield links
     for process in processes:
         process.kill()
         process.join()

@@ -50,7 +50,7 @@ class Running:
     async def end_with(self, message: str) -> None:
         """Both workers, with the same cause as their last words."""
         for worker in self.workers:
-            assert await worker.ended(10) == 1
+            assert await worker.ended(30) == 1
             assert re.search(message, worker.last_line)
             assert "Traceback" not in worker.log
 
@@ -108,9 +108,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
     )
     yield started
     for worker in (worker for group in started for worker in group.workers):
-        worker.process.kill()
-        worker.process.wait()
-        print(worker.log)
+        worker.clean_up()
 
 
 async def test_tp_09_two_groups_on_one_host_answer_for_themselves(groups: tuple[Running, Running]) -> None:
@@ -167,7 +165,7 @@ async def test_tp_07_a_rank_killed_while_others_add_up_is_named(groups: tuple[Ru
         with pytest.raises(StreamEnded, match=r"rank 2 \(node 1\) ended by SIGKILL"):
             await result
     await four.end_with(r"rank 2 \(node 1\) ended by SIGKILL")
-    assert not psutil.wait_procs(ranks, timeout=2)[1]
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
     async with two.execution(2) as stream:  # the neighbour goes on
         assert await tokens(stream, 1) == two.expected(1)
 
@@ -185,7 +183,7 @@ async def test_tp_07_a_rank_stopped_in_the_middle_of_a_step_is_named_at_the_dead
         with pytest.raises(StreamEnded, match=stalled):
             await ended(stream)
     await two.end_with(stalled)
-    assert not psutil.wait_procs(ranks, timeout=2)[1]
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
 
 
 async def test_tp_09_a_killed_instance_leaves_nothing_that_stops_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +202,7 @@ async def test_tp_09_a_killed_instance_leaves_nothing_that_stops_the_next(tmp_pa
     second = Worker(tmp_path, *arguments)
     await second.ready()
     second.process.terminate()
-    assert await second.ended(10) == 0
+    assert await second.ended(30) == 0
 
 
 @pytest.mark.parametrize(

@@ -45,4 +45,4 @@ async def test_a_broken_collective_is_the_cause_when_no_rank_tells_another(super
     monkeypatch.setattr(module, "CULPRIT_S", 0.01)
     supervisor.tell(0, "all_reduce failed: timed out", peer=True)
     with pytest.raises(GroupFailed, match=r"^rank 0: all_reduce failed: timed out$"):
-        await asyncio.wait_for(supervisor.failed, 10)
+        await asyncio.wait_for(supervisor.failed, 30)

@@ -39,9 +39,9 @@ class Threads(SingleCommunicator):
     def all_gather(self, x: Tensor) -> Tensor:
         self.bytes += x.nbytes
         self._given[self.rank] = x
-        self._barrier.wait(10)
+        self._barrier.wait(30)
         gathered = in_columns(torch.stack([self._given[rank] for rank in range(self.size)]))
-        self._barrier.wait(10)
+        self._barrier.wait(30)
         return gathered
 
 
