@@ -12,7 +12,7 @@ from services.worker.distributed.rendezvous import rank_name, ranks_of
 from services.worker.messages import Ended, Failed, Loading, Message, Ready, encode
 from services.worker.metrics import WorkerMetrics
 from services.worker.nodes import agreed, silence_s
-from services.worker.ranks import GroupFailed, LocalRanks, Startup
+from services.worker.ranks import LocalRanks, Startup, fault
 from services.worker.ring import Kind, RingFull
 from services.worker.settings import WorkerSettings
 from services.worker.weights.folder import ModelFolder
@@ -138,13 +138,12 @@ class Follower:
                 self._ready.add(rank)
                 if len(self._ready) == len(self._numbers):
                     self._tell_phase("ready", 1.0)
-            case Failed(cause, config, peer):
-                if peer:
-                    self._lost_a_peer.add(rank)
-                else:
-                    self._fail(ConfigError(cause) if config else GroupFailed(f"rank {name}: {cause}"))
-            case Ended(how) if rank not in self._lost_a_peer:
-                self._fail(GroupFailed(f"rank {name} ended {how}"))
+            case Failed(peer=True):
+                self._lost_a_peer.add(rank)
+            case Failed():
+                self._fail(fault(name, message))
+            case Ended() if rank not in self._lost_a_peer:
+                self._fail(fault(name, message))
 
     def _advance(self, rank: int, phase: str, progress: float) -> None:
         self._startup.advance(rank, phase, progress)

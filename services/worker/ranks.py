@@ -18,7 +18,7 @@ from services.worker.messages import MAX_PACKET_BYTES, Ended, Failed, Message, d
 from services.worker.rank import spec_to_json
 from services.worker.ring import Kind, RingWriter, create_ring
 from services.worker.settings import DEADLINE_FACTOR, WorkerSettings
-from shared.errors import LockstepError
+from shared.errors import ConfigError, LockstepError
 
 # Of ranks, where the user has not set it otherwise. Threads that wait by spinning take the CPU from the threads that they wait for,
 # when there are more processes than CPUs: a token of the demo model then took 675 ms instead of 160 (2 shared cores, 2 threads).
@@ -30,6 +30,17 @@ Tell = Callable[[int, Message], None]  # (rank, what it says)
 
 class GroupFailed(LockstepError):
     """A rank died, broke or stalled, or a node went away: the group ends."""
+
+
+def fault(name: str, message: Failed | Ended) -> LockstepError:
+    """What a rank's end means for its group. name: the rank's."""
+    match message:
+        case Failed(cause, config=True):
+            return ConfigError(cause)
+        case Failed(cause):
+            return GroupFailed(f"rank {name}: {cause}")
+        case Ended(how):
+            return GroupFailed(f"rank {name} ended {how}")
 
 
 class Ranks(Protocol):

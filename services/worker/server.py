@@ -8,8 +8,9 @@ from typing import Any
 
 import grpc
 
+from services.worker.execution import Result
 from services.worker.ranks import GroupFailed
-from services.worker.supervisor import Result, Supervisor
+from services.worker.supervisor import Supervisor
 from services.worker.weights.folder import ModelFolder
 from shared.errors import LockstepError, ProtocolError
 from shared.protocol import execution_pb2 as pb

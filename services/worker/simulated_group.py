@@ -12,12 +12,13 @@ from services.worker.distributed.board import Standing
 from services.worker.engine.interface import Facts, Memory
 from services.worker.engine.roofline import GPUS, MODELS, Roofline, Shape
 from services.worker.engine.simulated import Language, SimulatedDevice, SimulatedStep
+from services.worker.execution import Result
 from services.worker.faults import Faults
 from services.worker.messages import Done, Failed, Message, Ready, ResetDone, scored
 from services.worker.metrics import GroupMetrics
 from services.worker.ring import Kind
 from services.worker.settings import WorkerSettings
-from services.worker.supervisor import Result, Supervisor
+from services.worker.supervisor import Supervisor
 from services.worker.timers import Timers
 from services.worker.weights.folder import ModelFolder
 from shared.protocol.logprobs import Logprobs
