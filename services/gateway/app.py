@@ -58,6 +58,7 @@ def create_app(gateway: Gateway, access: Access) -> ASGIApp:
         allow_origins=gateway.settings.cors_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],  # OpenAI's client sends a dozen of its own, x-stainless-os and so on
+        allow_private_network=True,  # browsers ask for leave when a page of the public internet calls an address within
         expose_headers=["X-Request-Id", "Retry-After"],
     )
 

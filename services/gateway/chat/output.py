@@ -1,10 +1,11 @@
 """The text of one chat answer, taken apart: what the model thought, what it says, which tools it calls."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from services.gateway.chat.parts import CallArguments, CallBegun, Content, Part, Reasoning
-from services.gateway.chat.tools import FORMATS, Format, FormatName, ToolParser, format_of, split_at
+from services.gateway.chat.tools import FORMATS, FormatName, ToolParser, format_of, split_at
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 
@@ -26,12 +27,12 @@ class Dialect:
         found = format_of(template) if tools == "auto" else None if tools == "off" else tools
         return cls(found, END_OF_THINKING in template if reasoning == "auto" else reasoning == "think")
 
-    def parser(self, *, prompt: str, continued: str = "", tools: bool, parallel: bool = True) -> "OutputParser":
-        """For an answer to the rendered prompt; `continued`: the message that it goes on with; `tools`: whether it may call some;
+    def parser(self, *, prompt: str, continued: str = "", tools: Collection[str], parallel: bool = True) -> "OutputParser":
+        """For an answer to the rendered prompt; `continued`: the message that it goes on with; `tools`: names of those that it may call;
         `parallel`: more than one."""
-        form = FORMATS[self.tools] if tools and self.tools else None
+        calls = ToolParser(FORMATS[self.tools], tools) if tools and self.tools else None
         opened = prompt[-100:].rstrip().endswith(THINK) or continued.rfind(THINK) > continued.rfind(END_OF_THINKING)
-        return OutputParser(form, self.thinks, is_thinking=self.thinks and opened, parallel=parallel)
+        return OutputParser(calls, self.thinks, is_thinking=self.thinks and opened, parallel=parallel)
 
     def shown(self, *, tools: bool) -> frozenset[str]:
         """Control tokens that the parser needs to see."""
@@ -97,10 +98,10 @@ class ThinkingParser:
 class OutputParser:
     """One answer. However its text is cut into pieces, the parts together are the same."""
 
-    def __init__(self, tools: Format | None, thinks: bool, *, is_thinking: bool, parallel: bool) -> None:
+    def __init__(self, tools: ToolParser | None, thinks: bool, *, is_thinking: bool, parallel: bool) -> None:
         self.has_thought = False
         self._thinking = ThinkingParser(is_thinking) if thinks else None
-        self._tools = ToolParser(tools) if tools else None
+        self._tools = tools
         self._parallel = parallel
         self._blanks = ""  # at the beginning of the content or after a call: perhaps all that is there
         self._holds_blanks = tools is not None

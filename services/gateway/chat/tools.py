@@ -1,14 +1,16 @@
 """Calls of tools in the text of an answer, as the model families write them.
 
 Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, once for each call
-Llama 3        the whole answer is {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>; more follow after a semicolon
+Llama 3        the answer is {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>; more follow after a semicolon or in a list
 Mistral        [TOOL_CALLS] before a list of {"name": "f", "arguments": {...}}, or, later, before each f[ARGS]{...}
 
-The text comes in pieces; arguments go on as they come, in the model's own words. What turns out to be no call is content again.
+The text comes in pieces; arguments go on as they come, in the model's own words. What turns out to be no call is content again. So is,
+where no marker has announced a call, an object whose name is no tool's: the answer itself may be JSON.
 """
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +43,7 @@ class Format:
 FormatName = Literal["hermes", "llama3", "mistral"]
 FORMATS: dict[FormatName, Format] = {
     "hermes": Format("<tool_call>", closing="</tool_call>", markers=("<tool_call>", "</tool_call>")),
-    "llama3": Format("<|python_tag|>", separators=";,", whole_answer=True, markers=("<|python_tag|>",)),
+    "llama3": Format("<|python_tag|>", separators="[];,", whole_answer=True, markers=("<|python_tag|>",)),
     "mistral": Format("[TOOL_CALLS]", separators="[],", named=True, markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
 }
 
@@ -94,10 +96,12 @@ class Nesting:
 class CallReader:
     """One call, from its first character on."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, names: Collection[str] | None) -> None:
+        """names: of the tools, where nothing else tells a call from what has its shape."""
         self.begun = False  # its name has been told
         self.held = ""  # what may still turn out to be no call
         self._index = index
+        self._names = names
         self._nesting = Nesting()
         self._tail: Nesting | None = None  # behind the arguments: the rest of the object
         self._in_arguments = False
@@ -109,6 +113,8 @@ class CallReader:
         self.held += text
         named = not self.held.startswith("{")
         if head := (NAMED_HEAD if named else OBJECT_HEAD).match(self.held):
+            if not self._is_tool(head["name"]):
+                return [], ""
             rest, self.held, self.begun, self._in_arguments = self.held[head.end() :], "", True, True
             self._nesting, self._tail = Nesting(), None if named else Nesting(depth=1)
             parts, follows = self._arguments(rest)
@@ -142,21 +148,25 @@ class CallReader:
             call = from_json(self.held)
         except ValueError:
             return []
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if not isinstance(call.get("name"), str) or not isinstance(arguments, str | dict):
+        arguments = call.get("arguments", call.get("parameters")) or {}  # models write null and "" for none
+        if not self._is_tool(call.get("name")) or not isinstance(arguments, str | dict):
             return []
         self.held, self.begun = "", True
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return [CallBegun(self._index, call["name"]), CallArguments(self._index, written)]
 
+    def _is_tool(self, name: object) -> bool:
+        return isinstance(name, str) and bool(name) and (self._names is None or name in self._names)
+
 
 class ToolParser:
     """Splits the text of one answer into content and calls."""
 
-    def __init__(self, form: Format) -> None:
+    def __init__(self, form: Format, names: Collection[str]) -> None:
+        """names: of the tools."""
         self.calls = 0
         self.is_reading = False  # the last call has not ended
-        self._form = form
+        self._form, self._names = form, names
         self._text = ""  # not yet looked at
         self._marker = ""  # the opening whose call has not begun
         self._skipped = ""  # between it and what may be the call
@@ -205,7 +215,8 @@ class ToolParser:
         elif form.closing and rest.startswith(form.closing):
             self._text, self._marker, self._is_between = rest.removeprefix(form.closing), "", False
         elif rest[0] == "{" or (form.named and self._marker and BEGUN_NAMED_HEAD.match(rest)):
-            self._skipped, self._text, self._reader = self._text[: -len(rest)], rest, CallReader(self.calls)
+            self._skipped, self._text = self._text[: -len(rest)], rest
+            self._reader = CallReader(self.calls, self._names if form.whole_answer and not self._marker else None)
         else:
             if self._marker:
                 parts.append(Content(self._marker))

@@ -20,7 +20,7 @@ from services.gateway.openai.schemas import ChatMessage, ChatRequest, Conversati
 from services.gateway.openai.sending import JSON, to_json
 from services.gateway.openai.sse import REASONS, event
 from services.gateway.openai.submission import submits
-from services.gateway.openai.tools import may_call, template_calls, template_id, template_tools
+from services.gateway.openai.tools import callable_tools, template_calls, template_id, template_tools
 from services.gateway.openai.validation import chat_request
 from services.gateway.text.tokenizer import TextTokenizer
 
@@ -77,11 +77,11 @@ class ChatFormat:
     prompt_field = "messages"
 
     def __init__(self, body: ChatRequest, model: Model, dialect: Dialect, prompt: str) -> None:
-        calls = may_call(body)
-        self.shown = dialect.shown(tools=calls)
+        tools = callable_tools(body)
+        self.shown = dialect.shown(tools=bool(tools))
         continued = template_message(body.messages[-1], dialect)["content"] if body.continue_final_message else ""
         self._parsers = [
-            dialect.parser(prompt=prompt, continued=continued, tools=calls, parallel=body.parallel_tool_calls) for _ in range(body.n)
+            dialect.parser(prompt=prompt, continued=continued, tools=tools, parallel=body.parallel_tool_calls) for _ in range(body.n)
         ]
         self._end_of_thinking = model.tokenizer.transformers.backend_tokenizer.token_to_id(END_OF_THINKING)
         self._choices = body.n

@@ -38,14 +38,14 @@ def check_results(body: ConversationRequest) -> None:
         missing |= {call.id for call in message.tool_calls or []} if message.role == "assistant" else set()
 
 
-def may_call(body: ConversationRequest) -> bool:
-    """Whether the answer may hold calls."""
-    return bool(body.tools) and body.tool_choice != "none"
+def callable_tools(body: ConversationRequest) -> frozenset[str]:
+    """The names that the answer may call."""
+    return frozenset() if body.tool_choice == "none" else frozenset(tool.function.name for tool in body.tools or [])
 
 
 def template_tools(body: ConversationRequest, dialect: Dialect) -> list[dict[str, Any]] | None:
     """The tools that the model is shown. Raises InvalidRequest when its template knows none."""
-    if not may_call(body):
+    if not callable_tools(body):
         return None
     if dialect.tools is None:
         raise InvalidRequest("this model's chat template knows no tools: leave them out, or set tool_choice to 'none'", "tools")

@@ -111,7 +111,7 @@ async def test_the_file_is_read_again(
         return (await stack.http.get("/v1/models", headers=bearer(key))).status_code
 
     async def becomes(key: str, expected: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await status(key) != expected:
                 await asyncio.sleep(0.01)
 
@@ -245,8 +245,10 @@ async def test_cors_for_the_origins_that_are_named(start: Start, key_file: Path)
     keys.add(key_file, "a")
     stack = await start(api_keys=key_file, cors_origins=["https://a.example"])
     preflight["Access-Control-Request-Headers"] += ",x-stainless-os"  # of the official client, in a browser
+    preflight["Access-Control-Request-Private-Network"] = "true"  # of Chromium, for a page of the public internet
     allowed = await stack.http.options("/v1/chat/completions", headers=preflight)
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    assert allowed.headers["access-control-allow-private-network"] == "true"
     refused = await stack.http.get("/v1/models", headers=origin)
     assert_error(refused, 401, None)
     assert refused.headers["access-control-allow-origin"] == "https://a.example"

@@ -17,12 +17,16 @@ HERMES = "".join(f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(giv
 MISTRAL = "[TOOL_CALLS] " + json.dumps([{"name": name, "arguments": given} for name, given in CALLS])
 MISTRAL_NAMED = "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in CALLS)
 LLAMA = "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in CALLS)
-FAMILIES = [("hermes", HERMES), ("mistral", MISTRAL), ("mistral", MISTRAL_NAMED), ("llama3", LLAMA), ("llama3", f"<|python_tag|>{LLAMA}")]
+LLAMA_LIST = json.dumps([{"name": name, "parameters": given} for name, given in CALLS])
+FAMILIES = [
+    *(("hermes", HERMES), ("mistral", MISTRAL), ("mistral", MISTRAL_NAMED)),
+    *(("llama3", LLAMA), ("llama3", f"<|python_tag|>{LLAMA}"), ("llama3", LLAMA_LIST)),
+]
 
 
 def read(dialect: Dialect, pieces: list[str], reason: str = "stop", prompt: str = "", **options: Any) -> tuple[dict[str, Any], str]:
     """The message and the finish reason. Ids are left out."""
-    parser = dialect.parser(prompt=prompt, **{"tools": True, **options})
+    parser = dialect.parser(prompt=prompt, **{"tools": ("get_weather", "f", "fé"), **options})
     parts = [part for piece in pieces for part in parser.push(piece)]
     last, finish_reason = parser.finish(reason)
     parts += last
@@ -51,7 +55,7 @@ def test_calls_of_each_family(family: Any, text: str) -> None:
 def test_pieces_change_nothing(data: st.DataObject) -> None:
     """Texts made of what parsers look for, cut anywhere."""
     family = data.draw(st.sampled_from(sorted(FORMATS)))
-    markers = [HERMES, MISTRAL, LLAMA, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>", "<|python_tag|>"]
+    markers = [HERMES, MISTRAL, LLAMA, LLAMA_LIST, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>", "<|python_tag|>"]
     pieces_of_json = ['{"name": "f"', ', "arguments": {"a": 1}', '{"arguments": {}, "name": "g"}', '"', "\\", "{", "}", "[", "]", ",", ";"]
     words = st.sampled_from([*markers, *pieces_of_json, "<", " ", "\n", "f", "é", "hello "])
     text = "".join(data.draw(st.lists(words, max_size=12)))
@@ -84,10 +88,24 @@ def test_what_is_no_call_is_content(family: Any, text: str) -> None:
         ("llama3", '{"city": "Paris"}'),
         ("llama3", '{"city": "Par'),
         ("llama3", 'It is {"name": "f", "parameters": {}}'),
+        ("llama3", '{"name": "Alice", "age": 3}'),
+        ("llama3", '{"name": "Alice", "parameters": {"age": 3}}'),
+        ("llama3", '[{"name": "Alice", "parameters": {"age": 3}}, 1]'),
+        ("llama3", '{"name": "", "parameters": {}}'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
     ],
 )
 def test_what_looks_like_a_call_is_content(family: Any, text: str) -> None:
-    assert read(Dialect(family, False), [text]) == ({"role": "assistant", "content": text, "refusal": None}, "stop")
+    for pieces in ([text], list(text)):
+        assert read(Dialect(family, False), pieces) == ({"role": "assistant", "content": text, "refusal": None}, "stop")
+
+
+def test_a_marker_tells_a_call_whatever_its_name() -> None:
+    for family, text in (
+        ("hermes", '<tool_call>{"name": "Alice"}</tool_call>'),
+        ("llama3", '<|python_tag|>{"name": "Alice", "parameters": {}}'),
+    ):
+        assert calls_of(read(Dialect(family, False), list(text))[0]) == [("Alice", {})]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +113,8 @@ def test_what_looks_like_a_call_is_content(family: Any, text: str) -> None:
     [
         ('{"arguments": {"a": 1}, "name": "f"}', "f", '{"a": 1}'),
         ('{"name": "f"}', "f", "{}"),
+        ('{"name": "f", "arguments": null}', "f", "{}"),
+        ('{"name": "f", "arguments": ""}', "f", "{}"),
         ('{"name": "f", "arguments": "{\\"a\\": 1}"}', "f", '{"a": 1}'),
         ('{"type": "function", "name": "f", "parameters": {"a":1}, "id": 3}', "f", '{"a":1}'),
         ('{"name": "f\\u00e9", "arguments": {}}', "fé", "{}"),
@@ -108,7 +128,7 @@ def test_calls_in_other_words(text: str, name: str, arguments: str) -> None:
 
 
 def test_arguments_go_on_as_they_come() -> None:
-    parser = Dialect("hermes", False).parser(prompt="", tools=True)
+    parser = Dialect("hermes", False).parser(prompt="", tools=("f",))
     assert parser.push('<tool_call>{"name": "f", "arguments": ') == []
     begun, first = parser.push('{"a": ')
     assert (begun, first) == (CallBegun(0, "f", begun.id if isinstance(begun, CallBegun) else ""), CallArguments(0, '{"a": '))
@@ -139,7 +159,7 @@ def test_tool_10_one_call_where_more_are_not_wanted() -> None:
 
 
 def test_tool_07_no_tools_no_calls() -> None:
-    assert read(Dialect("hermes", False), [HERMES], tools=False)[0]["content"] == HERMES
+    assert read(Dialect("hermes", False), [HERMES], tools=())[0]["content"] == HERMES
 
 
 @pytest.mark.parametrize(
