@@ -58,8 +58,7 @@ def conversation(body: ConversationRequest, dialect: Dialect) -> Conversation:
 
 def template_message(message: ChatMessage, dialect: Dialect) -> Message:
     """A message as chat templates expect it: content is a string, never None; arguments of tool calls are objects."""
-    content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content or [])
-    plain: Message = {"role": message.role, "content": content}
+    plain: Message = {"role": message.role, "content": message.text}
     if message.name is not None:
         plain["name"] = message.name
     if message.reasoning_content is not None:

@@ -19,6 +19,7 @@ INT32_MAX = 2**31 - 1
 
 # Names of union members in pydantic's error locations; in angle brackets, so that they are told from the client's field names.
 TEXT, PARTS, TEXTS, IDS, ID_LISTS, OBJECT = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>", "<object>"
+REFUSAL = "<refusal>"
 
 
 def _tell_of_null(schema: dict[str, Any]) -> None:
@@ -46,6 +47,24 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """What an assistant has said instead of what it was asked for."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_kind(value: Any) -> str:
+    return REFUSAL if isinstance(value, dict) and value.get("type") == "refusal" else TEXT
+
+
+Part = Annotated[Annotated[TextPart, Tag(TEXT)] | Annotated[RefusalPart, Tag(REFUSAL)], Discriminator(_part_kind)]
+
+
 class FunctionCall(Body):
     name: str
     arguments: str = "{}"
@@ -70,16 +89,31 @@ class ChatMessage(Body):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: (
         Annotated[
-            Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(fail_fast=True), Tag(PARTS)],
+            Annotated[str, Tag(TEXT)] | Annotated[list[Part], Field(fail_fast=True), Tag(PARTS)],
             _told_by(_content_kind, "a string or a list of parts"),
         ]
         | None
     ) = None
     name: str | None = None
-    reasoning_content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = Field(None, description="Or, as some call it, reasoning.")
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None  # refused: templates know tool_calls only
+
+    @model_validator(mode="before")
+    @classmethod
+    def reasoning_has_two_names(cls, data: Any) -> Any:
+        """Of what others than strings `reasoning` may hold we know nothing."""
+        if isinstance(data, dict) and data.get("reasoning_content") is None and isinstance(data.get("reasoning"), str):
+            return {**data, "reasoning_content": data["reasoning"]}
+        return data
+
+    @property
+    def text(self) -> str:
+        """The content or, where there is none, the refusal that stands for it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+        return content or self.refusal or ""
 
 
 class Function(Body):

@@ -39,6 +39,11 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str | None]] = [  # fields b
     ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type", "missing_required_parameter"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type", "invalid_value"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing_required_parameter"),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]},
+        "messages[0].content[0].refusal",
+        "missing_required_parameter",
+    ),
     ({"messages": [{"role": "tool", "content": "2"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
     ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call", "unsupported_value"),
     ({"temperature": "hot"}, "temperature", "invalid_type"),

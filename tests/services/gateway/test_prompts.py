@@ -136,6 +136,24 @@ def test_tpl_03_assistant_turn_with_calls_alone(content: object, tmp_path: Path,
     assert rendered == '<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"a": 1}<|im_end|>\n'
 
 
+@pytest.mark.parametrize(
+    "sent, told",
+    [
+        ({"reasoning": "so"}, {"content": "", "reasoning_content": "so"}),  # what newer servers and clients call it
+        ({"reasoning": "so", "reasoning_content": "thus"}, {"content": "", "reasoning_content": "thus"}),
+        ({"reasoning": "so", "reasoning_content": None}, {"content": "", "reasoning_content": "so"}),
+        ({"reasoning": {"effort": "low"}, "content": "a"}, {"content": "a"}),
+        ({"refusal": "No.", "content": None}, {"content": "No."}),
+        ({"refusal": "No.", "content": ""}, {"content": "No."}),
+        ({"refusal": None, "content": "a"}, {"content": "a"}),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]}, {"content": "ab"}),
+    ],
+)
+def test_what_an_assistant_has_said_is_kept_whatever_it_is_called(sent: Message, told: Message) -> None:
+    message = ChatMessage.model_validate({"role": "assistant", **sent})
+    assert template_message(message, Dialect(None, False)) == {"role": "assistant", **told}
+
+
 def test_tpl_05_a_template_that_refuses_says_why(tmp_path: Path, chat: Callable[..., Prompt]) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{{ messages[0].x.y }}"
     tokenizer = with_template(tmp_path, template)
