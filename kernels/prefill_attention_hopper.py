@@ -1,7 +1,7 @@
 """The kernel of `prefill_attention` for Hopper, in Gluon: the copy engine fetches pages while two warp groups multiply.
 
 Letters as in `prefill_attention`. A program stays for many tiles. One of its warps fetches the pages of keys and values, a block of
-positions after the other, into a ring of buffers; two groups of four warps take 64 of a tile's 128 rows each. A group starts the
+positions after the other, into a ring of buffers; two or three groups of four warps take 64 of a tile's rows each. A group starts the
 product of queries and the next keys before it has the weights of the block before multiplied with their values, and computes its
 softmax while the latter goes on. All of a row's blocks come in the order of their positions, whatever tile it stands in.
 """
@@ -22,8 +22,8 @@ from kernels.launch import HOPPER, capability, cdiv, multiprocessors, next_power
 HEAD_SIZES = (64, 128)
 LEAST_PAGE_SIZE = 8  # positions: the swizzle of a buffer repeats after as many
 LEAST_ROWS_BLOCK = 64  # so that few numbers of rows need kernels of their own
-GROUP_ROWS = 64  # packed rows of a tile, for each of the warp groups: what one instruction multiplies
-BOX_COLUMNS = 64  # of a buffer that the copy engine writes at once: 128 bytes
+GROUP_ROWS = gl.constexpr(64)  # packed rows of a tile, for each of the warp groups: what one instruction multiplies
+BOX_COLUMNS = gl.constexpr(64)  # of a buffer that the copy engine writes at once: 128 bytes
 BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -48,7 +48,7 @@ def is_served(q: Tensor, k_cache: Tensor) -> bool:
         and q.element_size() == 2
         and head_size in HEAD_SIZES
         and page_size >= LEAST_PAGE_SIZE
-        and q.shape[1] // k_cache.shape[2] <= config(head_size).groups * GROUP_ROWS
+        and q.shape[1] // k_cache.shape[2] <= config(head_size).groups * GROUP_ROWS.value
     )
 
 
@@ -73,10 +73,10 @@ def prefill_attention_hopper(
     if tokens == 0 or rows == 0:
         return out.zero_()
     groups, block, stages = tuned or config(head_size)
-    tile_tokens = groups * GROUP_ROWS // group
+    tile_tokens = groups * GROUP_ROWS.value // group
     tiles = min(tokens // tile_tokens + rows, cdiv(max_query, tile_tokens) * rows)
     shape, strides = [pages * page_size, kv_heads * head_size], [kv_heads * head_size, 1]
-    box = [min(page_size, block), BOX_COLUMNS]
+    box = [min(page_size, block), BOX_COLUMNS.value]
     k, v = (TensorDescriptor(cache, shape, strides, box, BOX_LAYOUT) for cache in (k_cache, v_cache))
     _prefill_attention_hopper_kernel[(min(tiles * kv_heads, multiprocessors(q.device)),)](
         q, k, v, page_table, slots, query_starts, lengths, out,
@@ -152,7 +152,7 @@ def _ask_queries(
     buffer, q_ptr, q_token_stride, q_head_stride, tile, first_query, num_queries, kv_head,
     G: gl.constexpr, H: gl.constexpr, TOKENS: gl.constexpr, FIRST: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    packed = FIRST + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    packed = FIRST + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
     dimension = gl.arange(0, H, gl.SliceLayout(0, LAYOUT))
     token, head, inside = _places(packed, tile, first_query, num_queries, kv_head, G, TOKENS)
     place = token * q_token_stride + head * q_head_stride
@@ -203,7 +203,7 @@ def _attend(
     for block in range(first, last):
         stage, before = count % STAGES, (count - 1) % STAGES
         mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-        nothing = gl.zeros([64, BLOCK], gl.float32, SCORES)
+        nothing = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, SCORES)
         scores_later = warpgroup_mma(q, k.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(before), (count - 1) // STAGES & 1)
         multiplied = _unpack(weights, DTYPE, WEIGHTS)
@@ -226,10 +226,10 @@ def _multiply(
     given, GROUP: gl.constexpr, K: gl.constexpr, G: gl.constexpr, H: gl.constexpr, WINDOW: gl.constexpr, TOKENS: gl.constexpr,
     ROWS_BLOCK: gl.constexpr, GROUPS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What a warp group does: 64 packed rows of each of this program's tiles."""
+    """What a warp group does: GROUP_ROWS packed rows of each of this program's tiles."""
     tiles, turns, q_ptr, query_starts_ptr, lengths_ptr, out_ptr, q_token_stride, q_head_stride, rows, window, scale_log2 = given[:11]
     q, k, v, v_boxes, k_full, k_empty, v_full, v_empty = given[11:]
-    FIRST: gl.constexpr = GROUP * 64
+    FIRST: gl.constexpr = GROUP * GROUP_ROWS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     WEIGHTED: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, H, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WEIGHTED, k_width=2)
@@ -252,7 +252,7 @@ def _multiply(
         gl.thread_barrier()
         stage = count % STAGES
         mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-        nothing = gl.zeros([64, BLOCK], gl.float32, SCORES)
+        nothing = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, SCORES)
         scores_later = warpgroup_mma(queries, k.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
 
         next_kv_head, next_tile, next_first_query, next_num_queries, next_length, _row = _find(
@@ -265,14 +265,14 @@ def _multiply(
 
         scores = warpgroup_mma_wait(0, deps=[scores_later])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        packed = FIRST + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+        packed = FIRST + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
         query_position = length - num_queries + tile * TOKENS + packed // G
         scores = _mask(scores, begin, query_position, window, BLOCK, WINDOW, SCORES)
-        best = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
-        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        best = gl.full([GROUP_ROWS], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, SCORES))
         weights, best, total, _shrink = _softmax(scores, best, total, scale_log2)
         weights = _pack(weights, dtype)
-        weighted = gl.zeros([64, H], gl.float32, WEIGHTED)
+        weighted = gl.zeros([GROUP_ROWS, H], gl.float32, WEIGHTED)
         count += 1
         open_end = gl.maximum(open_end, begin + 1)
         if not WINDOW:
@@ -289,7 +289,7 @@ def _multiply(
         mbarrier.wait(v_full.index(before), (count - 1) // STAGES & 1)
         rest = length % BOX
         if (end * BLOCK > length) & (rest > 0):
-            # Behind the row's end its last page holds anything, and zero times that may be NaN. Both groups write the same zeros.
+            # Behind the row's end its last page holds anything, and zero times that may be NaN. All groups write the same zeros.
             for half in gl.static_range(HALVES):
                 page = v_boxes.index((before * HALVES + half) * (BLOCK // BOX) + length % BLOCK // BOX)
                 line = gl.arange(0, BOX, gl.SliceLayout(1, BOX_LINES))
@@ -304,12 +304,26 @@ def _multiply(
         total = gl.convert_layout(total, gl.SliceLayout(1, WEIGHTED))
         weighted = weighted / gl.where(total > 0, total, 1.0)[:, None]
         queries.store(weighted.to(dtype))  # the queries are done with: from here in whole lines to memory
-        packed = FIRST + gl.arange(0, 64, gl.SliceLayout(1, LINES))
+        packed = FIRST + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LINES))
         dimension = gl.arange(0, H, gl.SliceLayout(0, LINES))
         token, head, inside = _places(packed, tile, first_query, num_queries, kv_head, G, TOKENS)
         place = (token * (K * G) + head)[:, None] * H + dimension[None, :]
         gl.store(out_ptr + place, queries.load(LINES), mask=inside[:, None] & (dimension >= 0)[None, :])
         kv_head, tile, first_query, num_queries, length = next_kv_head, next_tile, next_first_query, next_num_queries, next_length
+
+
+@gluon.jit
+def _ask_block(
+    source, boxes, full, empty, lines, kv_head, stage, phase,
+    H: gl.constexpr, BLOCK: gl.constexpr, BOXES: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Asks for a block of keys or values, once nobody needs what is in the buffers of its stage; a line of the cache for each box."""
+    mbarrier.wait(empty.index(stage), phase)
+    mbarrier.expect(full.index(stage), 2 * BLOCK * H)  # bytes
+    for half in gl.static_range(HALVES):
+        for box in gl.static_range(BOXES):
+            buffer = boxes.index((stage * HALVES + half) * BOXES + box)
+            tma.async_copy_global_to_shared(source, [lines[box], kv_head * H + half * BOX_COLUMNS], full.index(stage), buffer)
 
 
 @gluon.jit
@@ -336,18 +350,8 @@ def _fetch(
                 page = gl.load(pages_ptr + position // N, mask=position < length, other=pages)
                 lines += (page * N + position % N,)  # type: ignore[assignment]  # unrolled: a longer tuple each time
             stage, phase = count % STAGES, count // STAGES & 1 ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), 2 * BLOCK * H)
-            for half in gl.static_range(HALVES):
-                for box in gl.static_range(BOXES):
-                    buffer = k_boxes.index((stage * HALVES + half) * BOXES + box)
-                    tma.async_copy_global_to_shared(k_source, [lines[box], kv_head * H + half * 64], k_full.index(stage), buffer)
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), 2 * BLOCK * H)
-            for half in gl.static_range(HALVES):
-                for box in gl.static_range(BOXES):
-                    buffer = v_boxes.index((stage * HALVES + half) * BOXES + box)
-                    tma.async_copy_global_to_shared(v_source, [lines[box], kv_head * H + half * 64], v_full.index(stage), buffer)
+            _ask_block(k_source, k_boxes, k_full, k_empty, lines, kv_head, stage, phase, H, BLOCK, BOXES, HALVES)
+            _ask_block(v_source, v_boxes, v_full, v_empty, lines, kv_head, stage, phase, H, BLOCK, BOXES, HALVES)
             count += 1
 
 
@@ -360,13 +364,13 @@ def _prefill_attention_hopper_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BOX: gl.constexpr = k_source.block_type.shape[0]
-    BUFFERS: gl.constexpr = STAGES * (BLOCK // BOX) * (H // 64)
+    BUFFERS: gl.constexpr = STAGES * (BLOCK // BOX) * (H // BOX_COLUMNS)
     LAYOUT: gl.constexpr = k_source.layout
-    k_boxes = gl.allocate_shared_memory(dtype, [BUFFERS, BOX, 64], LAYOUT)
-    v_boxes = gl.allocate_shared_memory(dtype, [BUFFERS, BOX, 64], LAYOUT)
+    k_boxes = gl.allocate_shared_memory(dtype, [BUFFERS, BOX, BOX_COLUMNS], LAYOUT)
+    v_boxes = gl.allocate_shared_memory(dtype, [BUFFERS, BOX, BOX_COLUMNS], LAYOUT)
     k = k_boxes._reinterpret(dtype, [STAGES, BLOCK, H], LAYOUT)
     v = v_boxes._reinterpret(dtype, [STAGES, BLOCK, H], LAYOUT)
-    q = gl.allocate_shared_memory(dtype, [2 * GROUPS, 64, H], LAYOUT)
+    q = gl.allocate_shared_memory(dtype, [2 * GROUPS, GROUP_ROWS, H], LAYOUT)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
