@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import uuid
 from collections import defaultdict
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from shared.ports import port_of, reserve
 from tests.processes import eventually
 
 CHART = Path(__file__).parents[2] / "helm/lockstep"
@@ -119,9 +119,8 @@ class Release:
     @contextlib.contextmanager
     def forwarded(self, target: str = "service/lockstep-gateway", port: int = 80) -> Iterator[httpx.Client]:
         """A client of the gateway, through `kubectl port-forward`."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            local = free.getsockname()[1]
+        reservation = reserve("127.0.0.1")
+        local = port_of(reservation)
         forward = subprocess.Popen(
             ["kubectl", "--namespace", self.namespace, "port-forward", target, f"{local}:{port}"], stdout=subprocess.DEVNULL
         )
@@ -138,6 +137,7 @@ class Release:
         finally:
             forward.terminate()
             forward.wait(10)
+            reservation.close()
 
 
 def images_of_the_nodes() -> Object:
