@@ -15,6 +15,8 @@ TEST_PROCESSES ?= 2
 SYSTEM_TIMEOUT_S := 300
 TEST_ROOM := tests --ignore=tests/system --ignore=tests/gpu --ignore=tests/cluster
 TARGETS ?= gateway scheduler worker worker-cpu
+# Podman would take layers from its cache though the wheels have changed, and keep each layer as an image without a name.
+UNCACHED = $(if $(findstring podman,$(ENGINE)),--layers=false)
 # For CUDA the version whose Triton is the one that the kernels are written for; it wants an older setuptools than the rest.
 CUDA_TORCH ?= 2.11.0
 PIP := $(PYTHON) -m pip --disable-pip-version-check
@@ -69,7 +71,7 @@ chart: .venv/stamp ## Generate the chart's values, schema and tables from helm/v
 	@$(BIN)/python -m helm.generate
 
 wheels: ## Fill dist/wheels with what the images install (IMAGE_PYTHON=3.12; CUDA=1: torch for GPUs too, gigabytes)
-	@rm -rf dist/wheels && mkdir -p dist/wheels
+	@rm -rf dist/wheels build/lib && mkdir -p dist/wheels # build/lib: else modules that are gone come back
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist/wheels .
 	$(DOWNLOAD) --no-deps --dest dist/wheels "$$(sed -n 's/^PACKAGE = "\(.*\)"/\1/p' services/worker/weights/demo.py)"
 	$(DOWNLOAD) --constraint constraints.txt --dest dist/wheels "$$(grep '^torch==' constraints.txt)" 'lockstep[gateway,scheduler,worker]'
@@ -80,7 +82,8 @@ wheels: ## Fill dist/wheels with what the images install (IMAGE_PYTHON=3.12; CUD
 images: ## Build the images from dist/wheels (ENGINE=docker TAG=dev BASE= WORKER_BASE= TARGETS="gateway scheduler worker-cpu")
 	@for target in $(TARGETS); do \
 		$(ENGINE) build --target $$target --tag lockstep-$$target:$(TAG) --build-context wheels=dist/wheels \
-			$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(WORKER_BASE),--build-arg WORKER_BASE=$(WORKER_BASE)) $(BUILD_FLAGS) . || exit; \
+			$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(WORKER_BASE),--build-arg WORKER_BASE=$(WORKER_BASE)) \
+			$(UNCACHED) $(BUILD_FLAGS) . || exit; \
 	done
 
 model: .venv/stamp ## Convert the demo model once; prints the path of its folder
