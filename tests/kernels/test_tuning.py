@@ -8,7 +8,7 @@ import torch
 import triton
 
 from kernels import linear, moe, tuning
-from kernels.moe_few import FewConfig
+from kernels.moe_grouped import GroupedConfig
 from kernels.tuning import borrowed, entries
 from tests.kernels.support import DEVICE
 
@@ -44,9 +44,9 @@ def test_types_of_other_sizes_have_entries_of_their_own(tables: tuning.Tables) -
 
 
 def test_experts_have_the_entries_of_another_triton_too(tables: tuning.Tables) -> None:
-    numbers = [*range(1, 9)]
-    tables |= {"3.1.0": {"16 bits": {"moe": {"4x2x64x32": {"8": numbers}}}}}
-    assert moe.config(DEVICE, torch.bfloat16, 100, 2, 4, 64, 32) == FewConfig(*numbers)
+    gate_up, down = GroupedConfig(16, 32, 256, 4, 3, 0, 0, 0), GroupedConfig(16, 64, 128, 4, 4, 1, 0, 1)
+    tables |= {"3.1.0": {"16 bits": {"moe": {"4x2x64x32": {"8": [*gate_up, *down]}}}}}
+    assert moe.config(DEVICE, torch.bfloat16, 100, 2, 4, 64, 32) == (gate_up, down)
     assert borrowed(DEVICE) == {"moe 4x2x64x32": "3.1.0"}
     assert moe.config(DEVICE, torch.float32, 100, 2, 4, 64, 32) == moe.FIXED[4]
 
