@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import constexpr
 
 DEADLOCK_S = 5.0
 
@@ -246,7 +247,8 @@ class Threads:
             given = [Pointer(_flat(each)) if isinstance(each, Tensor) else each for each in arguments]
             given = [_described(each) if isinstance(each, TensorDescriptor) else each for each in given]
             for number in range(grid[0]):
-                names = {**self._kernel.fn.__globals__, **Program(number, grid[0], self._eager).names}
+                constants = {name: each.value for name, each in self._kernel.fn.__globals__.items() if isinstance(each, constexpr)}
+                names = {**self._kernel.fn.__globals__, **constants, **Program(number, grid[0], self._eager).names}
                 helpers = {name: value.fn for name, value in names.items() if isinstance(value, GluonJITFunction)}
                 names |= {name: FunctionType(helper.__code__, names) for name, helper in helpers.items()}
                 FunctionType(self._kernel.fn.__code__, names)(*given, **named)
