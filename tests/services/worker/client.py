@@ -56,11 +56,11 @@ class Worker:
         """In rank order."""
         return sorted(psutil.Process(self.process.pid).children(), key=lambda rank: json.loads(rank.cmdline()[-1])["rank"])
 
-    async def ready(self, within_s: float = 60.0) -> ExecutionStub:
+    async def ready(self, within_s: float = 100.0) -> ExecutionStub:
         """A stub of the worker, once its group is ready."""
         return await self.loading("ready", within_s)
 
-    async def loading(self, phase: str, within_s: float = 60.0) -> ExecutionStub:
+    async def loading(self, phase: str, within_s: float = 100.0) -> ExecutionStub:
         """A stub of the worker, once it has come to this phase."""
         async with asyncio.timeout(within_s):
             while not self.ports_file.exists():

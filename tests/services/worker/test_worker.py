@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -14,6 +15,7 @@ from shared.protocol import execution_pb2 as pb
 from shared.protocol.files import receive
 from shared.protocol.plan import NO_FLAGS, NO_TOKEN, Plan, PlanFlag, ids_from_bytes
 from shared.rpc import PROTOCOL_VERSION, StreamEnded
+from tests.exposition import samples
 from tests.services.worker.client import Execution, Worker, describe, execution, worker
 from tests.tiny import weightless_model
 
@@ -60,6 +62,12 @@ def decode(plan_id: int, *slots: int, iterations: int = 1) -> Plan:
 
 def ids(result: pb.PlanResult) -> list[list[int]]:
     return ids_from_bytes(result.ids).reshape(result.iterations, -1).tolist()
+
+
+async def queued_plans(running: Worker) -> float:
+    """That are not launched in full."""
+    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=False) as client:
+        return samples(await client.get("/metrics"))["lockstep_worker_queued_plans{engine=group-0}"]
 
 
 async def last_result_below(stream: Execution, plan_id: int) -> None:
@@ -158,33 +166,39 @@ async def test_a_hello_must_be_above_the_highest_seen(shared_worker: Worker) -> 
 
 
 async def test_a_newer_stream_fences_the_older_and_discards_its_queue(tmp_path: Path, model: Path) -> None:
-    running = start(tmp_path, model, 0.05)
+    running = start(tmp_path, model, 0.1)
     try:
         await running.ready()
         async with execution(running.port, epoch=1, stream=5) as old:
             old.send(prefill(1))
-            for plan_id in range(2, 40):
+            for plan_id in range(2, 100):  # for ten seconds
                 old.send(decode(plan_id, 0))
             await old.result()
             async with execution(running.port, epoch=2, stream=1) as new:
                 new.send(prefill(1, slot=1, epoch=2))
                 assert ids(await new.result()) == [[10]]
                 with pytest.raises(StreamEnded, match="aborted: epoch 2, stream 1 has taken the group over"):
-                    await last_result_below(old, 10)
+                    await last_result_below(old, 99)
     finally:
         running.process.terminate()
         running.process.wait(30)
 
 
 async def test_a_jump_overtakes_what_is_not_launched(tmp_path: Path, model: Path) -> None:
-    running = start(tmp_path, model, 0.05)
+    running = start(tmp_path, model)
     try:
         await running.ready()
+        (rank,) = running.ranks()
         async with execution(running.port) as stream:
+            rank.suspend()
             stream.send(prefill(1))
             for plan_id in range(2, 8):
                 stream.send(decode(plan_id, 0, iterations=2))
             stream.send(prefill(8, slot=1, flags=PlanFlag.JUMP))
+            async with asyncio.timeout(30):
+                while await queued_plans(running) < 7:  # all have come, and the first is launched
+                    await asyncio.sleep(0.01)
+            rank.resume()
             order = [(await stream.result()).plan for _ in range(8)]
         assert order.index(8) <= 3
         assert [plan for plan in order if plan != 8] == list(range(1, 8))
