@@ -315,6 +315,7 @@ def test_sec_08_logs_follow_a_request_and_tell_nothing_of_it(scripted: Callable[
     eventually(lambda: "a request has ended" in stack.scheduler.log)
     (line,) = [line for line in stack.scheduler.log.splitlines() if "follow-me" in line]
     assert all(part in line for part in ("end=length", "completion_tokens=12", "prompt_tokens=", "queue_s=", "ttft_s=", "total_s="))
+    eventually(lambda: " -> 404" in stack.gateway.log)  # a line is written when its request has been answered
     lines = [line for line in stack.gateway.log.splitlines() if "request_id=follow-me" in line]
     assert len(lines) == 2
     assert "/v1/completions -> 200" in lines[0]

@@ -68,8 +68,7 @@ async def test_str_06_keep_alives_are_comments(start: Any) -> None:
     stack = await start(keep_alive_s=0.05)
     release = asyncio.Event()
     stack.plays(release, stack.encode("hello"), [EOS])
-    asyncio.get_running_loop().call_later(0.3, release.set)
-    raw = (await stack.chat(stream=True)).text
+    raw = await kept_alive(stack, release, 2)
     comments, _, data = raw.partition("data: ")
     assert len(comments.split("\n\n")) > 2
     assert set(comments.split("\n\n")) == {": keep-alive", ""}
@@ -85,10 +84,21 @@ async def test_a_rejection_after_a_keep_alive_is_an_event(start: Any) -> None:
     stack = await start(keep_alive_s=0.05)
     release = asyncio.Event()
     stack.plays(release, reason=ERROR)
-    asyncio.get_running_loop().call_later(0.2, release.set)
-    response = await stack.chat(stream=True)
-    assert response.status_code == 200
-    assert json.loads(response.text.split("data: ")[1])["error"]["type"] == "server_error"
+    raw = await kept_alive(stack, release, 1)
+    assert json.loads(raw.split("data: ")[1])["error"]["type"] == "server_error"
+
+
+async def kept_alive(stack: Stack, release: asyncio.Event, times: int) -> str:
+    """The whole of a streamed chat, in which something is released after so many keep-alives."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    raw = ""
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        async for piece in response.aiter_text():
+            raw += piece
+            if raw.count(": keep-alive\n\n") >= times:
+                release.set()
+    return raw
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

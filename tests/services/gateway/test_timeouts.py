@@ -30,13 +30,13 @@ async def test_an_answer_that_does_not_go_on(start: Start) -> None:
 
 
 async def test_each_token_gives_new_time(start: Start) -> None:
-    stack = await start(idle_timeout_s=0.5, first_token_timeout_s=0.5)
-    stack.plays(*([40 + step] for step in range(8)), [EOS], step_s=0.15)
+    stack = await start(idle_timeout_s=1.0, first_token_timeout_s=1.0)
+    stack.plays(*([40 + step] for step in range(6)), [EOS], step_s=0.2)
     assert (await stack.chat()).status_code == 200
 
 
 async def test_keep_alives_go_on_until_the_first_token_is_given_up(start: Start) -> None:
-    stack = await start(first_token_timeout_s=0.5, keep_alive_s=0.1)
+    stack = await start(first_token_timeout_s=1.0, keep_alive_s=0.1)
     stack.plays(asyncio.Event())
     answer = await stack.chat(stream=True)
     assert answer.text.count(": keep-alive\n\n") >= 2
