@@ -29,7 +29,7 @@ header keeps a field for their number.
 import struct
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, IntFlag
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from zlib import crc32
 
 import numpy as np
@@ -198,6 +198,7 @@ _HEADER_START = struct.Struct("<2iI")  # up to and with the checksum
 _HEADER_REST = struct.Struct("<q11i")  # plan id first
 _INT32 = np.dtype("<i4")
 _section_arrays = attrgetter(*(name for name, _ in SECTIONS))
+_section_counts = itemgetter(*(int(count) for _, count in SECTIONS))  # of a header as a list
 _FIRST_COMPANION = [[other for _, other in SECTIONS].index(count) for _, count in SECTIONS]  # of each section
 
 
@@ -244,23 +245,23 @@ def decode(data: bytes | memoryview, *, again: bool = False) -> Plan:
     if len(data) % 4 or len(data) < HEADER_SIZE * 4:
         raise PlanError(f"a plan is whole int32 numbers and has at least {HEADER_SIZE}, got {len(data)} bytes")
     words = np.frombuffer(data, dtype="<i4")
-    if words[Header.VERSION] != VERSION:
-        raise PlanError(f"plan version {words[Header.VERSION]}, this worker reads {VERSION}")
-    if words[Header.SIZE] != len(words):
-        raise PlanError(f"the plan says that it has {words[Header.SIZE]} int32 numbers, got {len(words)}: truncated?")
-    if not again and int(words[Header.CHECKSUM]) != _checksum(words):
+    header = words[:HEADER_SIZE].tolist()
+    if header[Header.VERSION] != VERSION:
+        raise PlanError(f"plan version {header[Header.VERSION]}, this worker reads {VERSION}")
+    if header[Header.SIZE] != len(words):
+        raise PlanError(f"the plan says that it has {header[Header.SIZE]} int32 numbers, got {len(words)}: truncated?")
+    if not again and header[Header.CHECKSUM] & 0xFFFFFFFF != crc32(words[Header.CHECKSUM + 1 :].data):
         raise PlanError("the plan's checksum does not match its content")
-    counts = [int(words[count]) for _, count in SECTIONS]
-    admissions = int(words[Header.ADMISSIONS])
+    counts, admissions = _section_counts(header), header[Header.ADMISSIONS]
     if min(*counts, admissions) < 0 or HEADER_SIZE + sum(counts) + admissions * ADMISSION_SIZE != len(words):
         raise PlanError("the plan's counts do not add up to its size")
-    if words[Header.MASKS]:
+    if header[Header.MASKS]:
         raise PlanError("the plan uses fields that version 1 reserves")
     plan = Plan(
-        plan_id=int(words[Header.PLAN_LOW : Header.PLAN_HIGH + 1].view("<i8")[0]),
-        iterations=int(words[Header.ITERATIONS]),
-        estimate_us=int(words[Header.ESTIMATE_US]),
-        flags=PlanFlag(int(words[Header.FLAGS])),
+        plan_id=header[Header.PLAN_HIGH] << 32 | header[Header.PLAN_LOW] & 0xFFFFFFFF,
+        iterations=header[Header.ITERATIONS],
+        estimate_us=header[Header.ESTIMATE_US],
+        flags=PlanFlag(header[Header.FLAGS]),
     )
     at = HEADER_SIZE
     for (name, _), count in zip(SECTIONS, counts, strict=True):
@@ -268,11 +269,6 @@ def decode(data: bytes | memoryview, *, again: bool = False) -> Plan:
         at += count
     plan.admissions = words[at:].view(ADMISSION)
     return plan
-
-
-def _checksum(words: Int32s) -> int:
-    """CRC-32 of what follows the checksum, as the int32 of the same bits."""
-    return int(np.array(crc32(words[Header.CHECKSUM + 1 :].data), dtype=np.uint32).view(np.int32))
 
 
 @dataclass(frozen=True)
@@ -300,7 +296,7 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 def check(plan: Plan, limits: Limits) -> None:
     """Raises PlanError naming the first thing in the plan that the group could not execute safely. Whole arrays at a time."""
-    flags, admissions = int(plan.flags), plan.admissions
+    flags = int(plan.flags)
     unknown = flags & ~_JUMP
     if unknown:
         raise PlanError(f"unknown plan flags {unknown:#x}")
@@ -322,16 +318,8 @@ def check(plan: Plan, limits: Limits) -> None:
         ("grant index", plan.grant_indexes, 0, limits.pages_per_slot),
         ("grant page", plan.grant_pages, SCRATCH_PAGE + 1, limits.pages),
         ("release slot", plan.release_slots, 0, limits.slots),
-        ("admission slot", admissions["slot"], 0, limits.slots),
-        ("admission max_length", admissions["max_length"], 1, limits.max_length + 1),
         ("row flag", plan.decode_flags, _SAMPLE, _SAMPLE + 1),
         ("row flag", plan.prefill_flags, 0, _MOST_ROW_FLAGS + 1),
-        ("bias slot", plan.bias_slots, 0, limits.slots),
-        ("bias index", plan.bias_indexes, 0, MAX_BIASES),
-        ("bias id", plan.bias_ids, 0, limits.vocab_size),
-        ("slot flag", admissions["flags"], 0, _MOST_SLOT_FLAGS + 1),
-        ("admission prompt_length", admissions["prompt_length"], 0, limits.max_length + 1),
-        ("stop id", admissions["stop_ids"], NO_STOP_ID, limits.vocab_size),
     ):
         _check_range(name, values, low, high)
     if int(plan.prefill_lengths.sum(dtype=np.int64)) != len(plan.prefill_ids):
@@ -340,27 +328,53 @@ def check(plan: Plan, limits: Limits) -> None:
     tokens = len(plan.decode_slots) + len(plan.prefill_ids)
     if tokens > limits.max_step_tokens:
         raise PlanError(f"a step has at most {limits.max_step_tokens} tokens, got {tokens}")
-    for name, slots in (("row", plan.row_slots), ("admission", admissions["slot"])):
-        if len(np.unique(slots)) != len(slots):
-            raise PlanError(f"a slot stands in more than one {name}")
-    penalised = admissions[(admissions["flags"] & _PENALTIES) != 0]
-    for name, numbers, least, most in (
-        ("admission temperature", admissions["temperature"], 0.0, _LARGEST_FLOAT),
-        ("admission top_p", admissions["top_p"], 0.0, 1.0),
-        ("admission min_p", admissions["min_p"], 0.0, 1.0),
-        ("admission presence", penalised["presence"], -MAX_PENALTY, MAX_PENALTY),
-        ("admission frequency", penalised["frequency"], -MAX_PENALTY, MAX_PENALTY),
-        ("admission repetition", penalised["repetition"], 1 / MAX_REPETITION, MAX_REPETITION),
-        ("bias value", plan.bias_values.view(np.float32), -MAX_BIAS, MAX_BIAS),
+    _check_distinct("row", plan.row_slots)
+    if len(plan.admissions):
+        _check_admissions(plan.admissions, limits)
+    if len(plan.bias_slots):
+        _check_range("bias slot", plan.bias_slots, 0, limits.slots)
+        _check_range("bias index", plan.bias_indexes, 0, MAX_BIASES)
+        _check_range("bias id", plan.bias_ids, 0, limits.vocab_size)
+        _check_numbers("bias value", plan.bias_values.view(np.float32), -MAX_BIAS, MAX_BIAS)
+
+
+def _check_admissions(admissions: NDArray[np.void], limits: Limits) -> None:
+    for name, low, high in (
+        ("slot", 0, limits.slots),
+        ("max_length", 1, limits.max_length + 1),
+        ("flags", 0, _MOST_SLOT_FLAGS + 1),
+        ("prompt_length", 0, limits.max_length + 1),
+        ("stop_ids", NO_STOP_ID, limits.vocab_size),
     ):
-        if numbers.size and not (least <= numbers.min() and numbers.max() <= most):  # nor is NaN, which the least is if there is one
-            raise PlanError(f"{name} must be finite, from {least:g} to {most:g}")
+        _check_range(f"admission {name}", admissions[name], low, high)
+    _check_distinct("admission", admissions["slot"])
+    _check_numbers("admission temperature", admissions["temperature"], 0.0, _LARGEST_FLOAT)
+    _check_numbers("admission top_p", admissions["top_p"], 0.0, 1.0)
+    _check_numbers("admission min_p", admissions["min_p"], 0.0, 1.0)
+    penalised = admissions[(admissions["flags"] & _PENALTIES) != 0]
+    if len(penalised):
+        _check_numbers("admission presence", penalised["presence"], -MAX_PENALTY, MAX_PENALTY)
+        _check_numbers("admission frequency", penalised["frequency"], -MAX_PENALTY, MAX_PENALTY)
+        _check_numbers("admission repetition", penalised["repetition"], 1 / MAX_REPETITION, MAX_REPETITION)
 
 
 def _check_range(name: str, values: Int32s, low: int, high: int) -> None:
-    if values.size and (values.min() < low or values.max() >= high):
+    """One look at the values: as unsigned numbers, those below `low` are beyond all others."""
+    if values.size and int((values - low if low else values).view(np.uint32).max()) >= high - low:
         bad = values[(values < low) | (values >= high)].flat[0]
         raise PlanError(f"{name} must be from {low} to {high - 1}, got {bad}")
+
+
+def _check_numbers(name: str, values: NDArray[np.float32], least: float, most: float) -> None:
+    """values: at least one."""
+    if not (least <= values.min() and values.max() <= most):  # nor is NaN, which the least is if there is one
+        raise PlanError(f"{name} must be finite, from {least:g} to {most:g}")
+
+
+def _check_distinct(what: str, slots: Int32s) -> None:
+    """slots: of the group's range."""
+    if len(slots) > 1 and np.bincount(slots).max() > 1:
+        raise PlanError(f"a slot stands in more than one {what}")
 
 
 def ids_to_bytes(ids: Int32s | list[int]) -> bytes:
