@@ -9,14 +9,14 @@ import typer
 
 from benchmarks import models, tune
 from benchmarks.allreduce import SIZES, allreduce
-from benchmarks.capacity import Fleet, Load, Objectives, capacity
+from benchmarks.capacity import capacity
 from benchmarks.comparison import comparison
-from benchmarks.conversations import goodput
 from benchmarks.deterministic import deterministic
 from benchmarks.distance import distance
 from benchmarks.endurance import endurance
 from benchmarks.fleet import fleet
 from benchmarks.gateway import gateway
+from benchmarks.goodput import goodput
 from benchmarks.hops import hops
 from benchmarks.kernels import kernels
 from benchmarks.models import OF_PEERS, Cases
@@ -30,6 +30,7 @@ from benchmarks.served import Options
 from benchmarks.streaming import streaming
 from benchmarks.tiles import tiles
 from benchmarks.tune_experts import TOKENS, tune_experts
+from benchmarks.virtual_fleet import Fleet, Load, Objectives
 from kernels.launch import allow_pdl
 from services.scheduler.policy import POLICIES, PolicyName
 from shared.errors import ConfigError, LockstepError

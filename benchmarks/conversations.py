@@ -10,15 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry
-from rich.progress import track
 
+from benchmarks import simulated_model
 from benchmarks.lru import LruReplay
-from benchmarks.report import Plot, Report, Series
-from benchmarks.virtual import Clock, VirtualWorker
+from benchmarks.virtual import Clock, VirtualWorker, latencies, metrics
 from services.scheduler.group import Group
-from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.model import Model
 from services.scheduler.policy import PolicyName
 from services.scheduler.prefix_cache import RadixCache
 from services.scheduler.requests import Request
@@ -27,11 +23,9 @@ from services.scheduler.slots import Rows
 from services.scheduler.steps import Outstanding, StepResult
 from services.scheduler.validation import to_request
 from services.worker.engine.roofline import GPUS, MODELS, Roofline
-from services.worker.engine.simulated import Language, SimulatedDevice
-from shared.protocol import generation_pb2 as pb
-from shared.protocol.plan import Int32s, Limits, ids_to_bytes
+from services.worker.engine.simulated import SimulatedDevice
+from shared.protocol.plan import Int32s, Limits
 
-VOCAB_SIZE, EOS = 32_000, 2
 PAGE_SIZE = 16
 LONGEST_ANSWER = 4  # times the mean
 WARM_UP_SHARE = 0.3
@@ -203,14 +197,12 @@ class _Run:
             page_size=PAGE_SIZE,
             max_length=setup.max_length,
             max_step_tokens=setup.max_step_tokens,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=simulated_model.VOCAB_SIZE,
         )
-        self._model = Model("simulated", VOCAB_SIZE, limits.max_length, frozenset({EOS}), ())
-        language = Language(VOCAB_SIZE, (EOS,), traffic.answer_tokens)
-        worker = VirtualWorker(
-            self._clock, SimulatedDevice(limits, language, Roofline(GPUS[setup.gpu], MODELS[setup.model])), setup.delay_us
-        )
-        engine = SchedulerMetrics("simulated", vllm_names=False, registry=CollectorRegistry()).engine("group-0")
+        self._model = simulated_model.model(limits.max_length)
+        language, roofline = simulated_model.language(traffic.answer_tokens), Roofline(GPUS[setup.gpu], MODELS[setup.model])
+        worker = VirtualWorker(self._clock, SimulatedDevice(limits, language, roofline), setup.delay_us)
+        engine = metrics().engine("group-0")
         group = Group("group-0", limits, 0, setup.max_step_tokens, True, worker.send, self._deliver, engine, policy=setup.policy)
         group.results = results = _NotedResults("group-0", group.occupancy, engine)
         results.note(self._found, self._warm_s, setup.max_step_tokens, self._stuttered)
@@ -227,7 +219,7 @@ class _Run:
         return self._found
 
     def _words(self, tokens: int) -> Int32s:
-        return self._random.integers(EOS + 1, VOCAB_SIZE, tokens).astype(np.int32)
+        return simulated_model.random_ids(self._random, tokens)
 
     def _length(self, mean: int) -> int:
         return max(int(self._random.exponential(mean)), 1)
@@ -246,13 +238,7 @@ class _Run:
         conversation.ids, conversation.turns = prompt, conversation.turns - 1
         self._submitted += 1
         self._conversations[self._submitted] = conversation
-        message = pb.Submit(
-            request=self._submitted,
-            attempt=1,
-            prompt_ids=ids_to_bytes(prompt),
-            max_tokens=most,
-            sampling=pb.Sampling(temperature=0, seed=1),
-        )
+        message = simulated_model.submit(self._submitted, prompt, most)
         self._group.submit(to_request(message, 1, self._model, self._clock.now_s), self._clock.now_s)
 
     def _deliver(self, updated: list[Request], now: float) -> None:
@@ -268,48 +254,9 @@ class _Run:
 
     def _judge(self, request: Request, now: float) -> None:
         """Those that have not ended by what they have."""
-        if not self._warm_s <= request.arrived_at < self._end_s or request.first_token_at is None:
+        times = latencies(request, now)
+        if not self._warm_s <= request.arrived_at < self._end_s or times is None:
             return
-        ttft_s = request.first_token_at - request.arrived_at
-        tpot_s = (now - request.first_token_at) / max(len(request.output) - 1, 1)
+        ttft_s, tpot_s = times
         self._found.ttft_s.append(ttft_s)
         self._found.good += ttft_s <= TTFT_S and tpot_s <= TPOT_S and request not in self._stuttered
-
-
-def goodput(rates: Sequence[float], policies: Sequence[PolicyName], seconds: float) -> Report:
-    """Every policy at every rate of new conversations."""
-    runs = [(policy, rate) for policy in policies for rate in rates]
-    found = {run: converse(Traffic(run[1]), Setup(run[0]), seconds) for run in track(runs, description="goodput", transient=True)}
-    pages = Setup().pages
-
-    def series(value: str) -> list[Series]:
-        values = {run: measured.goodput if value == "goodput" else measured.gap_s(0.99) * 1e3 for run, measured in found.items()}
-        return [Series(policy, rates, [values[policy, rate] for rate in rates]) for policy in policies]
-
-    return Report(
-        name="goodput",
-        columns=(
-            *("policy", "conversations/s", "requests/s", "good requests/s", "TTFT p50 ms", "TTFT p95 ms", "gap p50 ms", "gap p99 ms"),
-            *("full step ms", "gap p99 / step", "hit rate %", "replayed %"),
-        ),
-        rows=[
-            (
-                *(policy, rate, len(measured.ttft_s) / measured.seconds, measured.goodput),
-                *(float(np.quantile(measured.ttft_s, quantile)) * 1e3 for quantile in (0.5, 0.95)),
-                *(measured.gap_s(quantile) * 1e3 for quantile in (0.5, 0.99)),
-                *(measured.full_step_s * 1e3, measured.gap_s(0.99) / measured.full_step_s),
-                *(measured.hit_rate * 100, replayed_hit_rate(measured.events, pages) * 100),
-            )
-            for (policy, rate), measured in found.items()
-        ],
-        notes=(
-            f"8b on a simulated h200, {Setup().slots} slots, {pages} pages of {PAGE_SIZE} tokens, steps up to {Setup().max_step_tokens}; "
-            f"runs of {seconds:g} s of virtual time",
-            f"good: first token within {TTFT_S * 1e3:g} ms, then {TPOT_S * 1e3:g} ms a token on average and no gap over {GAP_S * 1e3:g} ms",
-            "conversations of 4 turns on average after one of 8 system prompts of 600 tokens, 150 tokens a turn and 150 an answer",
-        ),
-        plots=(
-            Plot("Goodput", "new conversations a second", "good requests a second", series("goodput")),
-            Plot("Gap between tokens, 99th percentile", "new conversations a second", "ms", series("gap")),
-        ),
-    )

@@ -5,28 +5,24 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
+from benchmarks import simulated_model
 from benchmarks.report import Plot, Report, Series
-from benchmarks.simulation import EOS
-from benchmarks.virtual import Clock, VirtualWorker
+from benchmarks.virtual import Clock, VirtualWorker, metrics
 from services.scheduler.group import Group
-from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.model import Model
 from services.scheduler.requests import Request
 from services.scheduler.steps import StepResult
 from services.scheduler.validation import to_request
 from services.worker.engine.roofline import GPUS, MODELS, Roofline
-from services.worker.engine.simulated import Language, SimulatedDevice
-from shared.protocol import generation_pb2 as pb
-from shared.protocol.plan import Limits, Plan, encode, ids_to_bytes
+from services.worker.engine.simulated import SimulatedDevice
+from shared.protocol.plan import Limits, Plan, encode
 
 ROWS = (1, 64, 256, 1024)
 ALLOWED_US, ALLOWED_US_PER_ROW = 200, 1
 SHORT_SLOTS, SHORT_PAGES = 64, 400
 MEAN_TOKENS = 300
 PROMPT_TOKENS = 64
-VOCAB_SIZE = 32_000
+MAX_TOKENS = 1_200
 
 
 class Cost(NamedTuple):
@@ -82,18 +78,18 @@ def planning(plans: int = 1_000, repeats: int = 5) -> Report:
 def _cost(slots: int, plans: int, pages: int | None = None) -> Cost:
     """pages: None for as many as all requests could ever need."""
     pages = slots * 80 + 1_000 if pages is None else pages
-    limits = Limits(slots=slots, pages=pages, page_size=16, max_length=2_000, max_step_tokens=2_048, vocab_size=VOCAB_SIZE)
+    vocab_size = simulated_model.VOCAB_SIZE
+    limits = Limits(slots=slots, pages=pages, page_size=16, max_length=2_000, max_step_tokens=2_048, vocab_size=vocab_size)
     clock = Clock()
-    model = Model("simulated", VOCAB_SIZE, limits.max_length, frozenset({EOS}), ())
-    device = SimulatedDevice(limits, Language(VOCAB_SIZE, (EOS,), MEAN_TOKENS), Roofline(GPUS["h200"], MODELS["8b"]))
+    model = simulated_model.model(limits.max_length)
+    device = SimulatedDevice(limits, simulated_model.language(MEAN_TOKENS), Roofline(GPUS["h200"], MODELS["8b"]))
     worker = VirtualWorker(clock, device, delay_us=1_000)
     submitted, sent_rows, random = 0, 0, np.random.default_rng(0)
 
     def submit() -> None:
         nonlocal submitted
         submitted += 1
-        prompt = ids_to_bytes(random.integers(EOS + 1, VOCAB_SIZE, PROMPT_TOKENS).astype(np.int32))
-        message = pb.Submit(request=submitted, attempt=1, prompt_ids=prompt, max_tokens=1_200, sampling=pb.Sampling(seed=1))
+        message = simulated_model.submit(submitted, simulated_model.random_ids(random, PROMPT_TOKENS), MAX_TOKENS)
         group.submit(to_request(message, 1, model, clock.now_s), clock.now_s)
 
     def deliver(updated: list[Request], now: float) -> None:
@@ -107,8 +103,7 @@ def _cost(slots: int, plans: int, pages: int | None = None) -> Cost:
         sent_rows += plan.rows
         worker.send(plan)
 
-    engine = SchedulerMetrics("simulated", vllm_names=False, registry=CollectorRegistry()).engine("group-0")
-    group = worker.group = _Timed("group-0", limits, 0, limits.max_step_tokens, True, send, deliver, engine)
+    group = worker.group = _Timed("group-0", limits, 0, limits.max_step_tokens, True, send, deliver, metrics().engine("group-0"))
     for _ in range(slots):
         submit()
     clock.run(3_000_000)  # lengths have spread

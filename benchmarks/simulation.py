@@ -17,13 +17,15 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks import simulated_model
+from benchmarks.simulated_model import EOS, VOCAB_SIZE
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationStub
-from shared.protocol.plan import ids_from_bytes, ids_to_bytes
+from shared.protocol.plan import ids_from_bytes
 from shared.rpc import PROTOCOL_VERSION, Outbox, channel, received
 
 START_S = 60.0
-VOCAB_SIZE, EOS, MAX_LENGTH = 32_000, 2, 32_768
+MAX_LENGTH = 32_768
 
 
 def model_folder(folder: Path) -> Path:
@@ -128,16 +130,9 @@ class Client:
     def submit(self, prompt_tokens: int, max_tokens: int, ignore_eos: bool) -> int:
         """A request with a prompt that no other has. Returns its number."""
         self._submitted += 1
-        prompt = self._random.integers(EOS + 1, VOCAB_SIZE, prompt_tokens)
+        prompt = simulated_model.random_ids(self._random, prompt_tokens)
         self._answers[self._submitted] = Answer(prompt.tolist())
-        message = pb.Submit(
-            request=self._submitted,
-            attempt=1,
-            prompt_ids=ids_to_bytes(prompt.astype(np.int32)),
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-            sampling=pb.Sampling(temperature=0, seed=1),
-        )
+        message = simulated_model.submit(self._submitted, prompt, max_tokens, ignore_eos=ignore_eos)
         self._outbox.put(pb.GenerationSessionRequest(submit=message))
         return self._submitted
 

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from services.scheduler.group import Group
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.requests import Request
 from services.scheduler.steps import StepResult
 from services.worker.engine.interface import LAUNCH_AHEAD
 from services.worker.engine.simulated import SimulatedDevice, SimulatedStep
@@ -50,6 +53,19 @@ class _Sent:
     ids: list[Int32s] = field(default_factory=list)
     start_us: int = 0
     idle_us: int = 0
+
+
+def metrics() -> SchedulerMetrics:
+    """For a scheduler whose metrics nobody reads."""
+    return SchedulerMetrics("simulated", vllm_names=False, registry=CollectorRegistry())
+
+
+def latencies(request: Request, now: float) -> tuple[float, float] | None:
+    """Seconds to the first token, and per token after it, of a request that has ended or is judged now; None: it has no token."""
+    if request.first_token_at is None:
+        return None
+    after_s = now - request.first_token_at
+    return request.first_token_at - request.arrived_at, after_s / max(len(request.output) - 1, 1)
 
 
 class VirtualWorker:

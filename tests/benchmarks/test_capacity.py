@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.capacity import Fleet, Load, Objectives, _Run, _smallest, capacity, simulate
+from benchmarks.capacity import _smallest, capacity
+from benchmarks.virtual_fleet import Fleet, Load, Objectives, Run, simulate
 
 FLEET = Fleet(
     groups=1, groups_per_scheduler=4, gpu="h200", model="8b", tensor_parallel_size=1, max_num_seqs=16, max_step_tokens=512, delay_us=1_000
@@ -29,7 +30,7 @@ def test_of_several_schedulers_one_is_simulated_with_its_share_of_the_load() -> 
 
 def test_a_run_does_not_wait_for_long_answers() -> None:
     """A request of 1,000 tokens is judged by what it has when the run ends."""
-    run = _Run(FLEET, Load(4.0, 100, 1_000), Objectives(ttft_s=0.5, tpot_s=0.02, share=0.5), 2.0, seed=0)
+    run = Run(FLEET, Load(4.0, 100, 1_000), Objectives(ttft_s=0.5, tpot_s=0.02, share=0.5), 2.0, seed=0)
     outcome = run.outcome(1.0)
     assert outcome.requests >= 3
     assert outcome.met == 1.0

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulation import EOS, VOCAB_SIZE, build_proxy, distant, model_folder, service, session
+from benchmarks.simulated_model import EOS, VOCAB_SIZE
+from benchmarks.simulation import build_proxy, distant, model_folder, service, session
 from services.worker.engine.simulated import Language
 
 ROUND_TRIPS = 20
