@@ -12,9 +12,9 @@ import httpx
 import psutil
 import uvloop
 
+from benchmarks.event_streams import opened, request_of
 from benchmarks.report import Report, Value
-from benchmarks.stack import RunningStack, scripted_stack
-from benchmarks.streaming import listener, opened, port_of, request_of
+from benchmarks.stack import RunningStack, listener, port_of, scripted_stack
 from shared.process import allow_many_files
 
 STEP_S = 0.25  # of a stream: what many people read at a time, not what a GPU can

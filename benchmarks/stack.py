@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from services.worker.weights.demo import demo_model
 
 START_S = 300.0
@@ -24,6 +26,20 @@ class RunningStack:
     model_folder: Path
     ports: dict[str, int]  # by service
     admin_ports: dict[str, int]
+
+
+def port_of(url: str) -> int:
+    """The port of a URL without a path."""
+    return int(url.rsplit(":", 1)[1])
+
+
+def listener(url: str) -> int:
+    """The process that listens at the URL's port."""
+    return next(
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.laddr and connection.laddr.port == port_of(url) and connection.status == psutil.CONN_LISTEN and connection.pid
+    )
 
 
 @contextlib.contextmanager
