@@ -21,6 +21,9 @@ class Connection(HttpToolsProtocol):
     A head has as long to come as an idle connection is kept. What comes after an answer and is no head keeps the connection no longer: the
     rest of a body that was refused, or line ends.
 
+    A client may send its next request before it has the answer to the last one. Behind one that waits we read on, to notice when the client
+    leaves, and tell the request that is being answered: the base class does neither.
+
     A request may offer to go on in another protocol, as Java's client does with HTTP/2. Nobody takes that up, but the parser gives up the
     body: such a request is read again without the offer.
     """
@@ -28,6 +31,7 @@ class Connection(HttpToolsProtocol):
     _head_bytes = 0  # that came since the last head, piece of a body, or end
     _head_timer: asyncio.TimerHandle | None = None
     _body_at: int | None = None  # of a request with such an offer: in the data that the parser has got
+    _running: RequestResponseCycle | None = None  # the last request that was begun; `cycle` is the last that came
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -35,6 +39,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._is_busy and self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -64,6 +71,8 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         self._head_bytes = 0
         super().on_headers_complete()
+        if len(self.pipeline) == 1:
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -76,6 +85,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
         super()._start_asgi_task(cycle, without_chunks(cycle, app) if cycle.scope["http_version"] in OLD_VERSIONS else app)
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -102,7 +112,7 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _give_up(self) -> None:
-        if self._is_answering:
+        if self._is_busy:
             self._expect_head()
         else:
             self.transport.close()
@@ -114,9 +124,14 @@ class Connection(HttpToolsProtocol):
         return answered and self._head_timer is None and self.timeout_keep_alive_task is None and not self.transport.is_closing()
 
     @property
+    def _is_busy(self) -> bool:
+        """Whether a request is being answered, or about to be; how long that may take is its own matter."""
+        return self._running is not None and not self._running.response_complete
+
+    @property
     def _is_answering(self) -> bool:
         """Whether an answer is under way, which another would garble."""
-        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        return self._is_busy and self._running is not None and self._running.response_started
 
     def _refuse(self, error: InvalidRequest) -> None:
         """Answers what never becomes a request of the application, and closes the connection."""

@@ -93,17 +93,30 @@ async def test_what_is_no_http_is_told_in_the_same_shape(stack: Stack, request_:
     writer.close()
 
 
-async def test_garbage_behind_a_request_does_not_garble_its_answer(stack: Stack) -> None:
+@pytest.mark.parametrize("between", [b"", GET + b"\r\n"], ids=["at once", "behind another request"])
+async def test_garbage_behind_a_request_does_not_garble_its_answer(stack: Stack, between: bytes) -> None:
     held = asyncio.Event()
     stack.plays([40], held, [EOS])
     body = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
     reader, writer = await opened(stack)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     await reader.readuntil(b"\n\n")
-    writer.write(b"no HTTP\r\n\r\n")
+    writer.write(between + b"no HTTP\r\n\r\n")
     assert b"HTTP/1.1" not in await reader.read()
     await eventually_async(lambda: bool(stack.scheduler.cancels))
     writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_can_01_a_client_that_leaves_with_its_next_request_sent(stack: Stack, stream: bool) -> None:
+    held = asyncio.Event()
+    stack.plays([40], held, [EOS])
+    body = json.dumps({"model": "tiny", "prompt": "hi", "stream": stream}).encode()
+    _, writer = await opened(stack)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + GET + b"\r\n")
+    await eventually_async(lambda: bool(stack.scheduler.submits))
+    writer.close()
+    await eventually_async(lambda: bool(stack.scheduler.cancels))
 
 
 async def test_a_head_that_does_not_come_is_not_waited_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
