@@ -33,7 +33,9 @@ PROBE_S = 1.0
 
 
 def scrape(service: Service, accept: str = "text/plain") -> dict[str, float]:
-    return samples(httpx.get(f"http://127.0.0.1:{service.ports['admin']}/metrics", headers={"Accept": accept}, trust_env=False))
+    return samples(
+        httpx.get(f"http://127.0.0.1:{service.ports['admin']}/metrics", headers={"Accept": accept}, trust_env=False, verify=False)
+    )
 
 
 def total(values: dict[str, float], name: str, *labels: str) -> float:
@@ -212,7 +214,7 @@ def test_met_06_k8s_03_probes_answer_and_streams_flow_under_load(scripted: Calla
 
 async def post_all(url: str, prompts: list[str]) -> set[int]:
     """The statuses of completions that are asked for all at once; on one thread, so as not to hold up the probes here."""
-    async with httpx.AsyncClient(base_url=url, timeout=100, limits=httpx.Limits(), trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=100, limits=httpx.Limits(), trust_env=False, verify=False) as client:
         bodies = [{"model": "tiny", "prompt": prompt, "max_tokens": 20, "seed": ENDLESS} for prompt in prompts]
         return {answer.status_code for answer in await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))}
 
@@ -220,7 +222,7 @@ async def post_all(url: str, prompts: list[str]) -> set[int]:
 def probe(url: str, over: threading.Event) -> float:
     """The longest that it took, over and over until all is over; every answer is 200."""
     slowest = 0.0
-    with httpx.Client(timeout=30, trust_env=False) as client:
+    with httpx.Client(timeout=30, trust_env=False, verify=False) as client:
         while not over.is_set():
             answer = client.get(url)
             assert answer.status_code == 200, (url, answer.text)
@@ -297,10 +299,10 @@ def test_mod_06_alive_but_not_ready_while_the_model_loads(tmp_path: Path, weight
         gateway = start("gateway", "--scheduler", scheduler.address, "--served-model-name", "tiny")
         for service in (worker, scheduler, gateway):
             url = f"http://127.0.0.1:{service.ports['admin']}"
-            statuses = [httpx.get(url + path, trust_env=False).status_code for path in ("/livez", "/readyz", "/metrics")]
+            statuses = [httpx.get(url + path, trust_env=False, verify=False).status_code for path in ("/livez", "/readyz", "/metrics")]
             assert statuses == [200, 503, 200], service.name
         body = {"model": "tiny", "prompt": "hi"}
-        answer = httpx.post(f"http://{gateway.address}/v1/completions", json=body, trust_env=False)
+        answer = httpx.post(f"http://{gateway.address}/v1/completions", json=body, trust_env=False, verify=False)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
         assert int(answer.headers["Retry-After"]) >= 1
 

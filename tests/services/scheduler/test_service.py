@@ -77,13 +77,13 @@ async def scheduling(
 
 async def metrics(folder: Path) -> dict[str, float]:
     port = json.loads((folder / "ports.json").read_text())["admin"]
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
         return samples(await client.get(f"http://127.0.0.1:{port}/metrics"))
 
 
 async def debug_page(folder: Path, name: str) -> Any:
     port = json.loads((folder / "ports.json").read_text())["admin"]
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
         answer = await client.get(f"http://127.0.0.1:{port}/debug/{name}")
     assert answer.headers["content-type"] == "application/json"
     return answer.raise_for_status().json()
@@ -584,7 +584,7 @@ async def test_the_admin_port_tells_readiness_and_what_requests_went_through(tmp
         await workers.enter_async_context(serving(worker, port))
         target = await stack.enter_async_context(scheduling(tmp_path, worker, served_model_name="tiny", group_wait_s=0.2, bursts=False))
         port = json.loads((tmp_path / "ports.json").read_text())["admin"]
-        admin = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False))
+        admin = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False))
         client = await stack.enter_async_context(session(target))
         client.submit(submit(1, [1, 2, 3], 4, ignore_eos=True))
         client.submit(submit(2, [1], 0))

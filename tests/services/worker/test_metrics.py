@@ -36,7 +36,7 @@ def plan(plan_id: int, slot: int) -> Plan:
 async def test_steps_and_refused_plans_are_counted_and_start_up_is_told(tmp_path: Path) -> None:
     with worker(tmp_path, "--model", str(weightless_model(tmp_path / "model")), "--tensor-parallel-size", "2", *SCRIPTED) as running:
         await running.ready()
-        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=False) as client:
             before = await scrape(client)
             async with execution(running.port, stream=1, group="blue") as stream:
                 stream.send(plan(1, 0))
@@ -72,7 +72,7 @@ async def test_mod_06_it_lives_but_is_not_ready_while_it_loads(tmp_path: Path) -
     model = weightless_model(tmp_path / "model")
     with worker(tmp_path, "--model", str(model), "--script", str(script), *SCRIPTED) as running:
         await running.loading("loading weights")
-        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=False) as client:
             assert (await client.get("/livez")).status_code == 200
             ready = await client.get("/readyz")
             assert (ready.status_code, ready.text) == (503, "loading weights: 50%\n")
