@@ -5,6 +5,7 @@ It is production without its gateway: worker and scheduler run as processes, pro
 
 import contextlib
 import secrets
+import struct
 import tempfile
 import threading
 import weakref
@@ -194,7 +195,7 @@ class LLM:
             raise InvalidPrompt(f"prompt {index}: ids from {ids.min()} to {ids.max()}, the vocabulary has {self.vocab_size}")
         if len(ids) + max_tokens > self.max_length:
             raise InvalidPrompt(f"prompt {index}: {len(ids)} tokens and {max_tokens} more exceed the {self.max_length} that fit")
-        return ids.astype(np.int32)
+        return ids.astype(np.int32, copy=not isinstance(prompt, list))  # arrays may be the caller's own
 
     def _completion(self, prompt: Prompt, prompt_ids: Int32s, sampling: Sampling, answer: Answer) -> Completion:
         assert answer.finish_reason is not None, "the session returns only answers that have ended"
@@ -233,9 +234,12 @@ class LLM:
 
 
 def _array(prompt: Sequence[int] | Int32s) -> NDArray[np.generic]:
-    """As numpy has it. A list of plain numbers in half of the time that numpy takes to find out that it is one."""
-    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:
-        return np.fromiter(prompt, np.int64, len(prompt))
+    """As numpy has it. A list of ids in half of the time that numpy takes to find out what it is."""
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
+        ids = np.empty(len(prompt), dtype=np.int32)
+        with contextlib.suppress(struct.error):  # numpy can say what is no id, or beyond all
+            struct.pack_into(f"{len(prompt)}i", ids.data, 0, *prompt)
+            return ids
     return np.asarray(prompt)
 
 
