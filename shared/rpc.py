@@ -5,7 +5,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -46,11 +46,18 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
 )
 
+Context = grpc.aio.ServicerContext[Any, Any]  # of a call, at the side that answers it
+
 M = TypeVar("M")
 
 
 class StreamEnded(PeerLost):
     """The other side ended the stream, broke off, or fell silent."""
+
+
+def in_words(error: grpc.aio.AioRpcError) -> str:
+    """Status and details of a call that failed."""
+    return f"{error.code().name.lower()}: {error.details()}"
 
 
 def check_version(theirs: str, peer: str) -> None:
@@ -139,7 +146,7 @@ async def received(stream: AsyncIterator[M], peer: str, silence_s: float = SILEN
         except TimeoutError as error:
             raise StreamEnded(f"{peer} sent nothing for {silence_s:g} s") from error
         except grpc.aio.AioRpcError as error:
-            raise StreamEnded(f"{peer}: {error.code().name.lower()}: {error.details()}") from error
+            raise StreamEnded(f"{peer}: {in_words(error)}") from error
         yield message
 
 

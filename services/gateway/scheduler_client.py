@@ -143,7 +143,7 @@ class SchedulerClient:
                         return
                     cause = "the scheduler has ended the session"
                 except grpc.aio.AioRpcError as error:
-                    cause = _words(error)
+                    cause = rpc.in_words(error)
                 except (LockstepError, OSError) as error:
                     cause = str(error)
                 if cause != told or not self._failures:
@@ -176,7 +176,7 @@ class SchedulerClient:
                     try:
                         found.append(task.result())
                     except grpc.aio.AioRpcError as error:
-                        failed[asking[task]] = _words(error)
+                        failed[asking[task]] = rpc.in_words(error)
                     except LockstepError as error:
                         failed[asking[task]] = str(error)
         finally:
@@ -312,7 +312,3 @@ async def _addresses(targets: Sequence[str]) -> dict[str, str]:
     if not found and unknown is not None:
         raise unknown
     return found
-
-
-def _words(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name.lower()}: {error.details()}"

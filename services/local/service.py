@@ -17,7 +17,7 @@ from shared.protocol import files
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.files import ModelFile
 from shared.protocol.generation_pb2_grpc import GenerationStub
-from shared.rpc import CONNECT_S, PROTOCOL_VERSION, channel
+from shared.rpc import CONNECT_S, PROTOCOL_VERSION, channel, in_words
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Service:
         try:
             return await files.receive(aiter(self._stub.Files(request, timeout=FILES_TIMEOUT_S)))
         except grpc.aio.AioRpcError as error:
-            raise PeerLost(f"the scheduler: {error.code().name.lower()}: {error.details()}") from error
+            raise PeerLost(f"the scheduler: {in_words(error)}") from error
 
     async def _start(self, progress: StartupProgress) -> None:
         port = await self.backend.start(progress)
@@ -75,5 +75,5 @@ async def _described(stub: GenerationStub) -> pb.GenerationDescribeResponse:
             return await stub.Describe(pb.GenerationDescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=CONNECT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise PeerLost(f"the scheduler: {error.code().name.lower()}: {error.details()}") from error
+                raise PeerLost(f"the scheduler: {in_words(error)}") from error
         await asyncio.sleep(POLL_EVERY_S)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
-from typing import Any
 
 import grpc
 
@@ -22,11 +21,10 @@ from shared.protocol import files
 from shared.protocol import generation_pb2 as pb
 from shared.protocol.generation_pb2_grpc import GenerationServicer
 from shared.protocol.submits import MAX_SUBMITS
-from shared.rpc import PROTOCOL_VERSION, check_version, received
+from shared.rpc import PROTOCOL_VERSION, Context, check_version, received
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Messages = AsyncIterator[pb.GenerationSessionRequest]
 
 NOT_READY = "no worker group has been ready yet"

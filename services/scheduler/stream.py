@@ -13,7 +13,7 @@ from shared.protocol import execution_pb2 as pb
 from shared.protocol.execution_pb2_grpc import ExecutionStub
 from shared.protocol.logprobs import logprobs_from_bytes
 from shared.protocol.plan import Limits, Plan, encode, ids_from_bytes
-from shared.rpc import PROTOCOL_VERSION, Outbox, StreamEnded, check_version, received
+from shared.rpc import PROTOCOL_VERSION, Outbox, StreamEnded, check_version, in_words, received
 
 WELCOME_S = 30.0  # ranks end what they compute before they reset their slots
 GOODBYE_S = 1.0  # for the worker to end its side
@@ -91,7 +91,7 @@ def grpc_errors() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise StreamEnded(f"{error.code().name.lower()}: {error.details()}") from error
+        raise StreamEnded(in_words(error)) from error
     except TimeoutError as error:
         raise StreamEnded("no answer in time") from error
 

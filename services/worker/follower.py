@@ -22,7 +22,7 @@ from shared.metrics import new_registry
 from shared.process import write_ports
 from shared.protocol import nodes_pb2 as pb
 from shared.protocol.nodes_pb2_grpc import NodesStub
-from shared.rpc import PROTOCOL_VERSION, Outbox, StreamEnded, channel, check_version, host_port, received
+from shared.rpc import PROTOCOL_VERSION, Outbox, StreamEnded, channel, check_version, host_port, in_words, received
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Follower:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise ConfigError(f"the leader refuses this node: {error.details()}") from error
-            raise StreamEnded(f"the leader: {error.code().name.lower()}: {error.details()}") from error
+            raise StreamEnded(f"the leader: {in_words(error)}") from error
         check_version(welcome.protocol_version, "the leader")
         logger.info("the leader has taken node %d in", self.settings.node_index)
         self._ranks = ranks = LocalRanks(self.settings, self._on_message)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from importlib.metadata import version
-from typing import Any
 
 import grpc
 
@@ -14,11 +13,10 @@ from services.worker.supervisor import Supervisor
 from shared.errors import LockstepError, ProtocolError
 from shared.protocol import nodes_pb2 as pb
 from shared.protocol.nodes_pb2_grpc import NodesServicer
-from shared.rpc import CONNECT_S, check_version, received
+from shared.rpc import CONNECT_S, Context, check_version, received
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[pb.NodesJoinRequest]
 
 # What nodes of a group may have each for itself; all else they must have alike, and the model by its fingerprint.

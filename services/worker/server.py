@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 
@@ -17,13 +16,11 @@ from shared.protocol import execution_pb2 as pb
 from shared.protocol.execution_pb2_grpc import ExecutionServicer
 from shared.protocol.files import messages
 from shared.protocol.plan import PlanError, decode, ids_to_bytes
-from shared.rpc import CONNECT_S, PROTOCOL_VERSION, Outbox, StreamEnded, check_version, received
+from shared.rpc import CONNECT_S, PROTOCOL_VERSION, Context, Outbox, StreamEnded, check_version, received
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[pb.ExecutionExecuteRequest]
-
 
 GONE = "the scheduler has gone"
 MAX_REASON = 500  # characters that are logged
