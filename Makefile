@@ -9,7 +9,8 @@ MODEL ?=
 IMAGE_PYTHON ?= 3.12
 ENGINE ?= docker
 TAG ?= dev
-# Tests of one file stay together, in order. Those marked as timed must not share the machine with others.
+# Tests of one file stay together, in order; files are begun in order of their names: those of many processes come early, and no long one
+# is left for the end. Those marked as timed must not share the machine with others.
 TEST_PROCESSES ?= 2
 # Seconds of a test that names none: it may have to install a browser first, or to wait for another that does.
 SYSTEM_TIMEOUT_S := 300
@@ -93,8 +94,8 @@ run: .venv/stamp ## Serve on this machine (MODEL=folder TP=1 PORT=8000; without 
 	@$(BIN)/lockstep serve $(if $(MODEL),'$(MODEL)') --tensor-parallel-size $(TP) --port $(PORT)
 
 test: .venv/stamp ## Run every test that needs nothing but Python packages
-	@$(BIN)/python -m pytest $(TEST_ROOM) -m "not timed" --numprocesses=$(TEST_PROCESSES) --dist=loadfile
-	@$(BIN)/python -m pytest $(TEST_ROOM) -m timed
+	@$(BIN)/python -m pytest $(TEST_ROOM) -m "not timed" --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest $$(grep -rl --include='test_*.py' 'mark\.timed' tests) -m timed
 
 test-system: .venv/stamp ## Run the tests that need root, Debian packages or a registry
 	@$(BIN)/python -m pytest tests/system --timeout=$(SYSTEM_TIMEOUT_S) --numprocesses=$(TEST_PROCESSES) --dist=loadfile

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 @pytest.mark.skipif(ON_GPU, reason="the kernels themselves run here")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_kernels_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "--quiet", "--no-header", str(HERE)]
