@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +14,13 @@ import promql_parser
 import pytest
 import yaml
 
+from shared.ports import port_of, reserve
 from tests.processes import eventually
 from tests.system.chart.conftest import CHART, HELMS, Helm, of_kind, unpack_helm
 
 Object = dict[str, Any]
 
+START_S, STOP_S = 60.0, 60.0  # of Prometheus
 VARIABLES = {"$namespace": ".*", "$model_name": ".*", "$engine": ".*", "$__rate_interval": "15s"}
 EVERYTHING = {
     "model": {"servedNames": ["tiny"]},
@@ -124,23 +125,29 @@ class Prometheus:
     def __enter__(self) -> "Prometheus":
         program = shutil.which("prometheus")
         assert program is not None
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        self._reservation = reserve("127.0.0.1")
+        address = f"127.0.0.1:{port_of(self._reservation)}"
         arguments = [
             f"--config.file={self._folder / 'prometheus.yml'}",
             f"--storage.tsdb.path={self._folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}",
+            f"--web.listen-address={address}",
         ]
         with (self._folder / "log").open("w") as log:
             self._process = subprocess.Popen([program, *arguments], stderr=log)
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30.0)
-        eventually(self._is_ready, 30)
+        self._client = httpx.Client(base_url=f"http://{address}", timeout=30.0)
+        try:
+            eventually(lambda: self._is_ready() or self._process.poll() is not None, START_S)
+            assert self._process.poll() is None, "Prometheus ended at start: see its log"
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(STOP_S)
+        self._reservation.close()
         print((self._folder / "log").read_text())
 
     def _is_ready(self) -> bool:

@@ -35,7 +35,7 @@ from tests.system.monitoring.conftest import (
 from tests.tiny import weightless_model
 
 TIMES = 12
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 CLIENTS = 4
 SLOTS, MAX_WAITING = 4, 4
 SCRIPT = {"step_s": 0.01, "default": {"ids": [40, 41, 42], "repeat": True}}
@@ -152,20 +152,24 @@ def test_every_expression_has_data_under_load(prometheus: Prometheus, objects: l
         eventually(all_have, WITHIN_S)
     except AssertionError as error:
         raise AssertionError("\n".join(f"no data: {place}: {expr}" for place, expr in pending)) from error
-    assert not prometheus.firing() & PROVOKED
+    eventually(lambda: not prometheus.firing() & PROVOKED, WITHIN_S)  # on a busy machine one of them may have had its moment
+
+
+def offered(prometheus: Prometheus, definition: str) -> set[str]:
+    """What Grafana lists for a variable."""
+    call = re.fullmatch(r"label_values\((.*), (\w+)\)", definition)
+    assert call is not None
+    selector, label = call.groups()
+    for placeholder, value in VARIABLES.items():
+        selector = selector.replace(placeholder, value)
+    return {labels[label] for labels, _ in prometheus.query(f"group by ({label}) ({selector})")}
 
 
 @pytest.mark.parametrize("name", committed_dashboards())
 def test_variables_offer_what_there_is(prometheus: Prometheus, name: str) -> None:
-    expected = {"namespace": {"models"}, "model_name": {"tiny"}, "engine": {"group-0", "group-1"}}
-    for variable in committed_dashboards()[name]["templating"]["list"][1:]:
-        call = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
-        assert call is not None
-        selector = call[1]
-        for placeholder, value in VARIABLES.items():
-            selector = selector.replace(placeholder, value)
-        found = {labels[call[2]] for labels, _ in prometheus.query(f"group by ({call[2]}) ({selector})")}
-        assert found == expected[variable["name"]]
+    existing = {"namespace": {"models"}, "model_name": {"tiny"}, "engine": {"group-0", "group-1"}}
+    definitions = {each["name"]: each["definition"] for each in committed_dashboards()[name]["templating"]["list"][1:]}
+    eventually(lambda: {each: offered(prometheus, definitions[each]) for each in definitions} == existing, WITHIN_S)
 
 
 def test_overload_fires(prometheus: Prometheus, stack: Stack) -> None:
@@ -184,7 +188,7 @@ def test_overload_fires(prometheus: Prometheus, stack: Stack) -> None:
 
 
 def test_a_stalled_group_fires(prometheus: Prometheus, stack: Stack, load: Load) -> None:
-    eventually(lambda: stack.running()[0] > 0)
+    eventually(lambda: stack.running()[0] > 0, WITHIN_S)
     ranks = stack.ranks()
     for rank in ranks:
         rank.send_signal(signal.SIGSTOP)
@@ -197,7 +201,7 @@ def test_a_stalled_group_fires(prometheus: Prometheus, stack: Stack, load: Load)
 
 
 def test_a_lost_group_fires(prometheus: Prometheus, stack: Stack) -> None:
-    assert "LockstepGroupDown" not in prometheus.firing()
+    eventually(lambda: "LockstepGroupDown" not in prometheus.firing(), WITHIN_S)
     stack.workers[1].kill()
     eventually(lambda: "LockstepGroupDown" in prometheus.firing(), WITHIN_S)
     stack.workers[1].start_again()
@@ -205,7 +209,7 @@ def test_a_lost_group_fires(prometheus: Prometheus, stack: Stack) -> None:
 
 
 def test_no_leader_fires(prometheus: Prometheus, stack: Stack) -> None:
-    assert "LockstepNoLeader" not in prometheus.firing()
+    eventually(lambda: "LockstepNoLeader" not in prometheus.firing(), WITHIN_S)
     for scheduler in stack.schedulers:
         scheduler.kill()
     eventually(lambda: "LockstepNoLeader" in prometheus.firing(), WITHIN_S)
