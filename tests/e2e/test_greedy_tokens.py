@@ -1,6 +1,6 @@
-"""Greedy token ids through scheduler and worker equal those of transformers with the same weights in float32."""
+"""The demo model answers, and greedy token ids through scheduler and worker equal those of transformers with the same weights in float32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ child once stood there for an hour, pressing the button that turns the page, and
 since somebody had to be brave to write them. The museum put that sentence on a card under the lamp. Nobody has asked who wrote it.
 """
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 100, 150, 256, 400, 600)
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,19 @@ async def complete(client: SessionClient, number: int, prompt: list[int], max_to
     return answer.ids
 
 
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack"), model=demo_model) as running:
+        yield running
+
+
+def test_the_capital_of_france(stack: Stack) -> None:
+    """What a newcomer sees first."""
+    assert "Paris" in stack.chat("What is the capital of France?", temperature=0)
+
+
 @pytest.mark.timeout(400)
-async def test_greedy_tokens_equal_transformers_alone_and_together(
-    start_stack: Callable[..., Stack], demo_model: Path, prompts: list[list[int]], reference: Reference
-) -> None:
-    stack = start_stack(model=demo_model)
+async def test_greedy_tokens_equal_transformers_alone_and_together(stack: Stack, prompts: list[list[int]], reference: Reference) -> None:
     async with session(stack.scheduler_address) as client:
         alone = [await complete(client, number, prompt) for number, prompt in enumerate(prompts)]
         for number, prompt in enumerate(prompts):
