@@ -1,4 +1,4 @@
-"""The demo model answers, and greedy token ids through scheduler and worker equal those of transformers with the same weights in float32."""
+"""The demo model answers; greedy token ids through scheduler and worker equal those of transformers with the same weights in float32."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

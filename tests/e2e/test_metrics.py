@@ -28,6 +28,7 @@ SCRIPT = {
     "default": {"ids": [40, 41, 42, 43], "repeat": True},  # F G H I
     "by_seed": {STOPS: {"ids": [40, 41]}, BROKEN: {"ids": [40, -2]}},  # -2: the row's logits are not finite
 }
+ASKED = 100  # times, with names that are new each time
 REASONS = ("stop", "length", "abort", "error")
 PROBE_S = 1.0
 
@@ -173,9 +174,9 @@ def test_met_05_clients_cannot_make_series(scripted: Callable[..., Stack]) -> No
     for path in ("/nowhere", "/health", "/v1/models"):
         stack.client.get(path)
     before = [scrape(service) for service in (stack.gateway, stack.scheduler, stack.worker)]
-    words = [word() for _ in range(2000)]
-    for number in range(500):
-        name, path, user, method = words[number::500]
+    words = [word() for _ in range(4 * ASKED)]
+    for number in range(ASKED):
+        name, path, user, method = words[number::ASKED]
         body = {"model": name, "messages": [{"role": "user", "content": path}], "max_tokens": 1}
         assert stack.client.post("/v1/chat/completions", json=body).status_code == 404
         stack.client.get(f"/{path}")
