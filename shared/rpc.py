@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from shared.addresses import host_port
 from shared.errors import LockstepError, PeerLost, ProtocolError
 from shared.tls import channel_credentials, server_credentials
 
@@ -163,11 +164,6 @@ async def channel(target: str, tls: Path | None = None, name: str | None = None)
         opening = grpc.aio.secure_channel(target, channel_credentials(tls), options=(*CHANNEL_OPTIONS, *named))
     async with opening as opened:
         yield opened
-
-
-def host_port(host: str, port: int) -> str:
-    """As gRPC writes it: an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 async def start_server(server: grpc.aio.Server, host: str, port: int, tls: Path | None = None) -> int:

@@ -10,10 +10,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from shared.addresses import reachable
+
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 1.0
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach what listens everywhere
 LOWEST = frozenset(("lockstep_gateway_backend_up", "process_start_time_seconds"))  # of all: not the sum
 HIGHEST = frozenset(("lockstep_build_info",))
 COUNTS = frozenset(("counter", "histogram", "summary"))  # which must never fall
@@ -27,7 +28,7 @@ class MergedRegistry(CollectorRegistry):
         disable_created_metrics()
         super().__init__(auto_describe=True)
         ProcessCollector(registry=self)
-        self._host = ANYWHERE.get(host, host)
+        self._host = reachable(host)
         self.targets: dict[int, int] = {}  # admin ports, by process
         self._last: dict[int, str] = {}  # what each told last
         self._retired: list[Metric] = []  # counts of processes that have died

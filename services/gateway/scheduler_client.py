@@ -17,6 +17,7 @@ from services.gateway.errors import Unavailable
 from services.gateway.generation import RETRY_AFTER_S, Generation
 from services.gateway.model import Model
 from shared import rpc
+from shared.addresses import host_port
 from shared.errors import LockstepError, ProtocolError
 from shared.process import settle_heap
 from shared.protocol.generation_pb2 import (
@@ -308,7 +309,7 @@ async def _addresses(targets: Sequence[str]) -> dict[str, str]:
             unknown = OSError(f"{host}: {error.strerror or error}")
             continue
         for *_, (address, *_) in answers:
-            found[rpc.host_port(str(address), int(port))] = host
+            found[host_port(str(address), int(port))] = host
     if not found and unknown is not None:
         raise unknown
     return found

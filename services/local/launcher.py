@@ -26,15 +26,14 @@ from rich.console import Console
 from services.local.child import Child, environment
 from services.local.loading import POLL_EVERY_S, POLL_TIMEOUT_S, until_loaded
 from services.local.progress import StartupProgress
+from shared.addresses import host_port, reachable
 from shared.errors import ConfigError, LockstepError
 from shared.ports import port_of, reserve
-from shared.rpc import host_port
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach what listens everywhere
 DRAIN_S = 5.0  # for running answers, after a signal
 STOP_S = DRAIN_S + 3.0  # a service that has not stopped by then is killed
 GROUP_WAIT_S = 120.0  # a worker that is started again loads its model first
@@ -103,7 +102,7 @@ class Launcher:
         try:
             model = options.model or await self._demo_model()
             names = options.served_model_names or (model.name,)
-            url = f"http://{host_port(ANYWHERE.get(options.host, options.host), port)}"
+            url = f"http://{host_port(reachable(options.host), port)}"
             with StartupProgress(self.console) as progress:
                 ports = await self._start(model, names, port, progress)
                 await self._unless_over(until_loaded(host_port(LOOPBACK, ports["worker"]), progress))

@@ -21,23 +21,22 @@ from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.server import GenerationService
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.workers import Endpoints, Workers
+from shared.addresses import host_port, reachable
 from shared.admin import admin
 from shared.metrics import new_registry
 from shared.process import settle_heap, write_ports
 from shared.protocol.generation_pb2_grpc import add_GenerationServicer_to_server
 from shared.protocol.plan import Limits, Plan
-from shared.rpc import SERVER_OPTIONS, host_port, start_server
+from shared.rpc import SERVER_OPTIONS, start_server
 from shared.service import run
 from shared.tracing import tracing
 
 logger = logging.getLogger("services.scheduler")
 
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach what listens everywhere
 TICK_S = 0.1  # how late a deadline may be noticed
 SETTLE_S = 5.0  # for what is on its way from workers when we stop: a lead and a step, often milliseconds
 SETTLED_EVERY_S = 0.005
 STOP_S = 1.0  # for what is on its way to gateways
-
 
 Follow = Callable[[Callable[[Endpoints], None]], Coroutine[object, object, None]]
 
@@ -45,7 +44,7 @@ Follow = Callable[[Callable[[Endpoints], None]], Coroutine[object, object, None]
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set. Raises LockstepError when a port is taken."""
     async with tracing("lockstep-scheduler", settings.trace_endpoint, settings.trace_ratio) as tracer, _surroundings(settings) as around:
-        await _serve(settings, stop, History(tracer, settings.log_requests), *around)
+        await SchedulerProcess(settings, stop, History(tracer, settings.log_requests), *around).run()
 
 
 @asynccontextmanager
@@ -73,74 +72,126 @@ async def _surroundings(settings: SchedulerSettings) -> AsyncIterator[tuple[Leas
             yield lease, lambda on_change: follow(api, namespace, name, on_change)
 
 
-async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: History, lease: Lease, follow: Follow | None) -> None:
-    leadership = Leadership(lease)
-    registry = new_registry("scheduler")
-    metrics = SchedulerMetrics(settings.served_model_name, settings.vllm_names, registry, settings.slo_ttft_s, settings.slo_itl_s)
-    metrics.watch_leadership(lambda: leadership.leads)
-    generation = GenerationService(settings, leadership, metrics, history)
-    scheduler = generation.scheduler
-    healthy = health.aio.HealthServicer()
-    changed = asyncio.Event()  # a group has come or gone
-    changed.set()
+class SchedulerProcess:
+    """One scheduler from its start to its end: it answers, waits until it leads, leads, and hands over."""
 
-    def readiness() -> str | None:
-        if stop.is_set():
+    def __init__(self, settings: SchedulerSettings, stop: asyncio.Event, history: History, lease: Lease, follow: Follow | None) -> None:
+        """follow: tells of the workers that come and go, where any are discovered."""
+        self._settings, self._stop, self._follow = settings, stop, follow
+        self._leadership = Leadership(lease)
+        self._registry = new_registry("scheduler")
+        self._metrics = SchedulerMetrics(
+            settings.served_model_name, settings.vllm_names, self._registry, settings.slo_ttft_s, settings.slo_itl_s
+        )
+        self._metrics.watch_leadership(lambda: self._leadership.leads)
+        self._generation = GenerationService(settings, self._leadership, self._metrics, history)
+        self._scheduler = self._generation.scheduler
+        self._health = health.aio.HealthServicer()
+        self._changed = asyncio.Event()  # a group has come or gone
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until `stop` is set. Raises LockstepError when a port is taken, or for what else ends a scheduler."""
+        settings = self._settings
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_GenerationServicer_to_server(self._generation, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        pages = {
+            "/debug/requests": lambda: self._scheduler.requests_page(time.monotonic()),
+            "/debug/groups": lambda: groups_page(self._scheduler.groups),
+        }
+        async with admin(settings, self._registry, self._unready, pages=pages) as admin_port:
+            try:
+                port = await start_server(server, settings.host, settings.port, settings.tls_folder)
+                if settings.ports_file is not None:
+                    write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
+                settle_heap()
+                logger.info("listening on %s:%d", settings.host, port)
+                await self._work(host_port(settings.advertise_host or reachable(settings.host), port))
+            finally:
+                await server.stop(STOP_S)
+
+    async def _work(self, address: str) -> None:
+        """address: of ours, for the other schedulers."""
+        running = asyncio.create_task(_together([self._tell_health(), self._lead(address)]))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if self._stop.is_set():
+            self._changed.set()  # so that its health tells
+            await self._settle()
+        self._generation.end_sessions()
+        for task in (running, stopping):
+            task.cancel()
+        await asyncio.wait((running, stopping))
+        if not running.cancelled():
+            running.result()  # what ended us
+        await self._leadership.release()
+
+    def _unready(self) -> str | None:
+        """What it waits for, if anything; callable from any thread."""
+        if self._stop.is_set():
             return "stopping"
-        if not leadership.leads:  # to stand by is what it is there for
+        if not self._leadership.leads:  # to stand by is what it is there for
             return None
-        return None if any(not each.draining for each in scheduler.groups) else "no worker group is ready"
+        return None if any(not each.draining for each in self._scheduler.groups) else "no worker group is ready"
 
-    async def tell_health() -> None:
+    async def _tell_health(self) -> None:
+        status = health_pb2.HealthCheckResponse
         while True:
-            await changed.wait()
-            changed.clear()
-            status = (
-                health_pb2.HealthCheckResponse.NOT_SERVING
-                if readiness() or not leadership.leads
-                else health_pb2.HealthCheckResponse.SERVING
-            )
+            await self._changed.wait()
+            self._changed.clear()
+            serving = self._leadership.leads and not self._unready()
             for name in ("", "lockstep.v1.Generation"):
-                await healthy.set(name, status)
+                await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
-    async def tick() -> None:
+    async def _lead(self, address: str) -> None:
+        """Once it may, until it does not any more."""
+        await self._leadership.acquire(address)
+        workers = Workers(self._worker)
+        for target in self._settings.worker:
+            workers.add(target)
+        works = [self._tick(), self._leadership.hold(), self._keep(workers)]
+        if self._follow is not None:
+            works.append(self._follow(workers.follow))
+        await _together(works)
+
+    async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            scheduler.tick(time.monotonic())
+            self._scheduler.tick(time.monotonic())
 
-    async def with_workers(workers: Workers) -> None:
+    async def _keep(self, workers: Workers) -> None:
         try:
             await workers.run()
         finally:
             # Whatever ends us: while one stream after the other is closed, no request moves on to the next and back to its client as lost.
-            scheduler.pause()
-            generation.end_sessions()
+            self._scheduler.pause()
+            self._generation.end_sessions()
             await workers.close()
 
-    async def lead(address: str) -> None:
-        await leadership.acquire(address)
-        workers = Workers(worker)
-        for target in settings.worker:
-            workers.add(target)
-        works = [tick(), leadership.hold(), with_workers(workers)]
-        if follow is not None:
-            works.append(follow(workers.follow))
-        await _together(works)
-
-    async def hand_over() -> None:
+    async def _settle(self) -> None:
         """Nothing is lost that has been computed: the next leader goes on after it."""
-        scheduler.pause()
+        self._scheduler.pause()
         until = time.monotonic() + SETTLE_S
-        while not scheduler.settled and time.monotonic() < until:
+        while not self._scheduler.settled and time.monotonic() < until:
             await asyncio.sleep(SETTLED_EVERY_S)
 
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_GenerationServicer_to_server(generation, server)
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    def _worker(self, target: str, name: str | None) -> Worker:
+        settings = self._settings
+        return Worker(
+            target, self._scheduler, self._leadership, self._group, settings.plan_deadline_s, self._changed.set, settings.tls_folder, name
+        )
 
-    def group(
-        name: str, limits: Limits, highest_slot_epoch: int, send: Callable[[Plan], None], wake: Callable[[float], None], health: Health
+    def _group(
+        self,
+        name: str,
+        limits: Limits,
+        highest_slot_epoch: int,
+        send: Callable[[Plan], None],
+        wake: Callable[[float], None],
+        health: Health,
     ) -> Group:
+        settings = self._settings
         return Group(
             name,
             limits,
@@ -148,47 +199,15 @@ async def _serve(settings: SchedulerSettings, stop: asyncio.Event, history: Hist
             settings.max_step_tokens,
             settings.overlap,
             send,
-            scheduler.deliver,
-            metrics.engine(name),
-            settings.bursts,
-            settings.jump,
-            settings.policy,
-            settings.prefix_cache,
-            wake,
-            health,
+            self._scheduler.deliver,
+            self._metrics.engine(name),
+            bursts=settings.bursts,
+            jump=settings.jump,
+            policy=settings.policy,
+            prefix_cache=settings.prefix_cache,
+            wake=wake,
+            health=health,
         )
-
-    def worker(target: str, name: str | None) -> Worker:
-        return Worker(target, scheduler, leadership, group, settings.plan_deadline_s, changed.set, settings.tls_folder, name)
-
-    pages = {
-        "/debug/requests": lambda: scheduler.requests_page(time.monotonic()),
-        "/debug/groups": lambda: groups_page(scheduler.groups),
-    }
-    async with admin(settings, registry, readiness, pages=pages) as admin_port:
-        try:
-            port = await start_server(server, settings.host, settings.port, settings.tls_folder)
-            if settings.ports_file is not None:
-                write_ports(settings.ports_file, {"grpc": port, "admin": admin_port})
-            settle_heap()
-            logger.info("listening on %s:%d", settings.host, port)
-            running = asyncio.create_task(
-                _together([tell_health(), lead(host_port(settings.advertise_host or ANYWHERE.get(settings.host, settings.host), port))])
-            )
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if stop.is_set():
-                changed.set()  # so that its health tells
-                await hand_over()
-            generation.end_sessions()
-            for task in (running, stopping):
-                task.cancel()
-            await asyncio.wait((running, stopping))
-            if not running.cancelled():
-                running.result()  # what ended us
-            await leadership.release()
-        finally:
-            await server.stop(STOP_S)
 
 
 async def _together(works: Sequence[Coroutine[object, object, None]]) -> None:

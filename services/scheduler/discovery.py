@@ -12,7 +12,7 @@ from kubernetes.aio import client, watch
 
 from services.scheduler.kubernetes_api import TIMEOUT_S, UNREACHABLE
 from services.scheduler.workers import Endpoint, Endpoints
-from shared.rpc import host_port
+from shared.addresses import host_port
 
 logger = logging.getLogger(__name__)
 

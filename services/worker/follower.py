@@ -16,13 +16,14 @@ from services.worker.ranks import LocalRanks, Startup, fault
 from services.worker.ring import Kind, RingFull
 from services.worker.settings import WorkerSettings
 from services.worker.weights.folder import ModelFolder
+from shared.addresses import host_port
 from shared.admin import admin
 from shared.errors import ConfigError, LockstepError, PeerLost
 from shared.metrics import new_registry
 from shared.process import write_ports
 from shared.protocol import nodes_pb2 as pb
 from shared.protocol.nodes_pb2_grpc import NodesStub
-from shared.rpc import PROTOCOL_VERSION, Outbox, StreamEnded, channel, check_version, host_port, in_words, received
+from shared.rpc import PROTOCOL_VERSION, Outbox, StreamEnded, channel, check_version, in_words, received
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from services.local.launcher import MOST_ENDS, is_loopback, reserved
+from shared.addresses import host_port
 from shared.errors import ConfigError
-from shared.rpc import host_port
 from tests.processes import eventually
 from tests.services.local.launched import Launched
 
