@@ -1,4 +1,5 @@
-"""Schedulers that find their workers and each other through a cluster's API server: real processes, and an API server of ours.
+"""Schedulers that find their workers and each other through a cluster's API server: real processes, and an API server of ours. Engines are
+simulated: whether tokens are right after a move depends on all that came before them, as in tests/e2e/test_recovery.py.
 
 One stack for all: two workers, two schedulers of which one waits, a gateway. Each test leaves it as it found it.
 """
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.timeout(300)  # leases last as long as in earnest
 
 NAMESPACE, SERVICE, LEASE = "models", "lockstep-worker", "lockstep-scheduler"
 TAKEN_OVER_S = 5.0  # from the end of a leader to its successor's first group: 3 s of the lease, the rest for all else
+SIMULATED = ("--simulated-gpu", "a100", "--simulated-model", "8b")  # 10 ms a token
 DISCOVERY = (f"--leadership=lease:{NAMESPACE}/{LEASE}", f"--worker-service={NAMESPACE}/{SERVICE}")
 
 
@@ -28,8 +30,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, cluster: Cluster) -> Iterator[Stack]:
-    with ListedStack(cluster, tmp_path_factory.mktemp("kubernetes"), tiny_model) as stack:
+def stack(tmp_path_factory: pytest.TempPathFactory, weightless_model: Path, cluster: Cluster) -> Iterator[Stack]:
+    with ListedStack(cluster, tmp_path_factory.mktemp("kubernetes"), weightless_model) as stack:
         eventually(lambda: stack.groups_ready() == 2, WITHIN_S)
         yield stack
 
@@ -43,7 +45,8 @@ class ListedStack(Stack):
             model=model,
             workers=2,
             schedulers=2,
-            worker_args=("--deterministic", "true", "--max-num-seqs", "8"),
+            engine="simulated",
+            worker_args=(*SIMULATED, "--max-num-seqs", "8", "--num-pages", "1000"),
             discovery=DISCOVERY,
             environment={"KUBECONFIG": str(cluster.server.kubeconfig(folder))},
         )
