@@ -237,7 +237,7 @@ class Scheduler(Component):
 
 class CompileCache(Values):
     enabled: bool = False
-    """Keep compiled kernels and downloads on a volume of each pod; else they are made anew with each pod."""
+    """Keep compiled kernels on a volume of each pod; else they are made anew with each pod. Over nodes it needs LeaderWorkerSet 0.8."""
     size: Quantity = "10Gi"
     storageClassName: str | None = None
     """Class of the volume."""

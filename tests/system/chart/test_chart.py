@@ -83,12 +83,15 @@ def check(objects: list[Object]) -> None:
             kubernetes_validate.validate(each, "1.33", strict=True)
         assert each["metadata"]["namespace"] == "models"
         assert len(each["metadata"]["name"]) <= 63
+    sets = (each["spec"] for each in objects if each["kind"] in ("StatefulSet", "LeaderWorkerSet"))
+    templates = (claim for spec in sets for claim in spec.get("leaderWorkerTemplate", spec).get("volumeClaimTemplates", []))
+    claims = {template["metadata"]["name"] for template in templates}
     for spec in pod_specs(objects):
         assert spec["enableServiceLinks"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert "hostIPC" not in spec
         assert "hostNetwork" not in spec
-        volumes = {volume["name"] for volume in spec.get("volumes", [])} | {"cache"}  # which may come of a claim template
+        volumes = {volume["name"] for volume in spec.get("volumes", [])} | claims
         for container in spec["containers"] + spec.get("initContainers", []):
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
