@@ -8,6 +8,8 @@ confirmed pages only.
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from services.scheduler.pages import PagePool
 from services.scheduler.radix import CONFIRMED, NO_PAGES, NOT_KNOWN, Node, Prefix, RadixTree
 from shared.protocol.plan import Int32s
@@ -131,12 +133,15 @@ class RadixCache:
             self._claim(slot, lease)
 
     def confirm(self, plan: int) -> None:
+        written = []
         for end in self._pending.pop(plan, ()):
             node: Node | None = end
             while node is not None and node.plan == plan:
-                self._pool.confirm(node.pages)
+                written.append(node.pages)
                 node.plan = CONFIRMED
                 node = node.parent
+        if written:
+            self._pool.confirm(np.concatenate(written))
 
     def fail(self, slot: int, last_plan: int) -> list[int]:
         lease = self._leases[slot]

@@ -90,7 +90,10 @@ class RadixTree:
 
     def take(self, namespace: str, ids: Int32s) -> tuple[Node, Int32s]:
         """As `lookup`, for a new user: where the prefix ends and its pages. An edge within which it ends is split there."""
-        node: Node = self._roots.setdefault(namespace, _Root(namespace))
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = _Root(namespace)
+        node: Node = root
         pages = [NO_PAGES]
         for child, count in self._path(node, ids):
             node = self._split(child, count) if count < len(child.pages) else child

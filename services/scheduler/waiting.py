@@ -108,7 +108,11 @@ class WaitingQueue:
         return None
 
     def _enter(self, request: Request) -> None:
-        self._classes.setdefault(_class_of(request), _Tenants(self._tenants)).push(request)
+        kind = _class_of(request)
+        tenants = self._classes.get(kind)
+        if tenants is None:
+            tenants = self._classes[kind] = _Tenants(self._tenants)
+        tenants.push(request)
         heapq.heappush(self._by_rank, (rank(request), next(self._pushed), request))
         self._entries += 1
 
@@ -138,8 +142,9 @@ class _Line:
         self._pushed = count()
 
     def push(self, request: Request) -> None:
+        place = rank(request)
         for heap, length in ((self._by_rank, 0), (self._by_length, request.length)):
-            heapq.heappush(heap, (length, rank(request), next(self._pushed), request))
+            heapq.heappush(heap, (length, place, next(self._pushed), request))
 
     def next(self, queue: WaitingQueue, shortest: bool) -> Request | None:
         heap = self._by_length if shortest else self._by_rank

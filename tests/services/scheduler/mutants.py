@@ -94,7 +94,13 @@ MUTANTS = (
         "if self._slots.requests[user] is not None:",
         "if user in failed and self._slots.requests[user] is not None:",
     ),
-    Mutant("pages are pending until their plan is in", "prefix_cache", "RadixCache.confirm", "self._pool.confirm(node.pages)", "pass"),
+    Mutant(
+        "pages are pending until their plan is in",
+        "prefix_cache",
+        "RadixCache.confirm",
+        "self._pool.confirm(np.concatenate(written))",
+        "pass",
+    ),
     # One way out of a slot.
     Mutant("a retired slot gets no chunks", "occupancy", "Occupancy._stop_rows", "self.prefilling.pop(slot, None)", "pass"),
     Mutant("a slot is finalised once", "occupancy", "Occupancy.finalise_passed", "self.retired.remove(slot)", "pass"),
