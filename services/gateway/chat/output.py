@@ -1,11 +1,12 @@
 """The text of one chat answer, taken apart: what the model thought, what it says, which tools it calls."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from services.gateway.chat.markers import split_at
 from services.gateway.chat.parts import CallArguments, CallBegun, Content, Part, Reasoning
-from services.gateway.chat.tools import FORMATS, FormatName, ToolParser, format_of, split_at
+from services.gateway.chat.tagged_calls import Schemas
+from services.gateway.chat.tools import FORMATS, FormatName, ToolParser, format_of
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 
@@ -27,8 +28,8 @@ class Dialect:
         found = format_of(template) if tools == "auto" else None if tools == "off" else tools
         return cls(found, END_OF_THINKING in template if reasoning == "auto" else reasoning == "think")
 
-    def parser(self, *, prompt: str, continued: str = "", tools: Collection[str], parallel: bool = True) -> "OutputParser":
-        """For an answer to the rendered prompt; `continued`: the message that it goes on with; `tools`: names of those that it may call;
+    def parser(self, *, prompt: str, continued: str = "", tools: Schemas, parallel: bool = True) -> "OutputParser":
+        """For an answer to the rendered prompt; `continued`: the message that it goes on with; `tools`: those that it may call;
         `parallel`: more than one."""
         calls = ToolParser(FORMATS[self.tools], tools) if tools and self.tools else None
         opened = prompt[-100:].rstrip().endswith(THINK) or continued.rfind(THINK) > continued.rfind(END_OF_THINKING)

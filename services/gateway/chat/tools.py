@@ -1,6 +1,6 @@
 """Calls of tools in the text of an answer, as the model families write them.
 
-Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, once for each call
+Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, once for each call; Qwen3-Coder has tags in the place of JSON
 Llama 3        the answer is {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>; more follow after a semicolon or in a list
 Mistral        [TOOL_CALLS] before a list of {"name": "f", "arguments": {...}}, or, later, before each f[ARGS]{...}
 
@@ -16,7 +16,9 @@ from typing import Literal
 
 from pydantic_core import from_json
 
+from services.gateway.chat.markers import is_start, split_at
 from services.gateway.chat.parts import CallArguments, CallBegun, Content, Part
+from services.gateway.chat.tagged_calls import FUNCTION, Schemas, TaggedCallReader
 
 BLANKS = " \t\r\n"
 
@@ -37,12 +39,13 @@ class Format:
     separators: str = ""
     whole_answer: bool = False  # a call may stand at the very beginning, without `opening`
     named: bool = False  # a call may be a name before its arguments
+    tagged: bool = False  # a call may be in tags
     markers: tuple[str, ...] = ()  # control tokens that must stay visible
 
 
 FormatName = Literal["hermes", "llama3", "mistral"]
 FORMATS: dict[FormatName, Format] = {
-    "hermes": Format("<tool_call>", closing="</tool_call>", markers=("<tool_call>", "</tool_call>")),
+    "hermes": Format("<tool_call>", closing="</tool_call>", tagged=True, markers=("<tool_call>", "</tool_call>")),
     "llama3": Format("<|python_tag|>", separators="[];,", whole_answer=True, markers=("<|python_tag|>",)),
     "mistral": Format("[TOOL_CALLS]", separators="[],", named=True, markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
 }
@@ -56,15 +59,6 @@ def format_of(template: str) -> FormatName | None:
         if form.opening in template:
             return name
     return "llama3" if '"parameters"' in template else None
-
-
-def split_at(text: str, marker: str) -> tuple[str, str, str]:
-    """What stands before the marker, the marker, and what follows; without it: the text but its end, which may become one, "", that end."""
-    before, found, after = text.partition(marker)
-    if found:
-        return before, found, after
-    longest = next((length for length in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:length])), 0)
-    return text[: len(text) - longest], "", text[len(text) - longest :]
 
 
 class Nesting:
@@ -107,20 +101,20 @@ class CallReader:
         self._in_arguments = False
 
     def push(self, text: str) -> tuple[list[Part], str | None]:
-        """What is certain and, once the call has ended, what follows it. No call: `held` is the whole text, `begun` is False."""
+        """What is certain and, once the call has ended, what follows it. No call: `begun` is False, and `held` is content."""
         if self.begun:
             return self._arguments(text)
         self.held += text
         named = not self.held.startswith("{")
         if head := (NAMED_HEAD if named else OBJECT_HEAD).match(self.held):
             if not self._is_tool(head["name"]):
-                return [], ""
+                return self._no_call()
             rest, self.held, self.begun, self._in_arguments = self.held[head.end() :], "", True, True
             self._nesting, self._tail = Nesting(), None if named else Nesting(depth=1)
             parts, follows = self._arguments(rest)
             return [CallBegun(self._index, head["name"]), *parts], follows
         if named:
-            return [], None if BEGUN_NAMED_HEAD.fullmatch(self.held) else ""
+            return ([], None) if BEGUN_NAMED_HEAD.fullmatch(self.held) else self._no_call()
         end = self._nesting.end(text)
         if end is None:
             return [], None
@@ -155,6 +149,11 @@ class CallReader:
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return [CallBegun(self._index, call["name"]), CallArguments(self._index, written)]
 
+    def _no_call(self) -> tuple[list[Part], str]:
+        """How much has come depends on how the text is cut: behind the first character all may be something else."""
+        self.held, follows = self.held[:1], self.held[1:]
+        return [], follows
+
     def _is_tool(self, name: object) -> bool:
         return isinstance(name, str) and bool(name) and (self._names is None or name in self._names)
 
@@ -162,16 +161,15 @@ class CallReader:
 class ToolParser:
     """Splits the text of one answer into content and calls."""
 
-    def __init__(self, form: Format, names: Collection[str]) -> None:
-        """names: of the tools."""
+    def __init__(self, form: Format, tools: Schemas) -> None:
         self.calls = 0
         self.is_reading = False  # the last call has not ended
-        self._form, self._names = form, names
+        self._form, self._tools = form, tools
         self._text = ""  # not yet looked at
         self._marker = ""  # the opening whose call has not begun
         self._skipped = ""  # between it and what may be the call
         self._is_between = form.whole_answer  # where a call may begin: after an opening, after a call
-        self._reader: CallReader | None = None
+        self._reader: CallReader | TaggedCallReader | None = None
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain."""
@@ -187,7 +185,7 @@ class ToolParser:
         if self._marker:
             return []
         if self._reader is not None:
-            left = "" if self._reader.begun else self._reader.held
+            left = "" if self._reader.begun else self._skipped + self._reader.held
         else:
             left = self._text.strip(BLANKS + self._form.separators) if self._is_between and self.calls else self._text
         return [Content(left)] if left else []
@@ -206,9 +204,9 @@ class ToolParser:
 
     def _begin(self, parts: list[Part]) -> bool:
         form, rest = self._form, self._text.lstrip(BLANKS)
-        while rest and rest[0] in form.separators and not rest.startswith(form.opening) and not _is_start(rest, form.opening):
+        while rest and rest[0] in form.separators and not rest.startswith(form.opening) and not is_start(rest, form.opening):
             rest = rest[1:].lstrip(BLANKS)
-        if _is_start(rest, form.opening) or (form.closing and _is_start(rest, form.closing)):
+        if is_start(rest, form.opening) or (form.closing and is_start(rest, form.closing)) or (form.tagged and is_start(rest, FUNCTION)):
             return False
         if rest.startswith(form.opening):
             self._text, self._marker = rest.removeprefix(form.opening), form.opening
@@ -216,7 +214,10 @@ class ToolParser:
             self._text, self._marker, self._is_between = rest.removeprefix(form.closing), "", False
         elif rest[0] == "{" or (form.named and self._marker and BEGUN_NAMED_HEAD.match(rest)):
             self._skipped, self._text = self._text[: -len(rest)], rest
-            self._reader = CallReader(self.calls, self._names if form.whole_answer and not self._marker else None)
+            self._reader = CallReader(self.calls, self._tools if form.whole_answer and not self._marker else None)
+        elif form.tagged and rest.startswith(FUNCTION):
+            self._skipped, self._text = self._text[: -len(rest)], rest
+            self._reader = TaggedCallReader(self.calls, self._tools)
         else:
             if self._marker:
                 parts.append(Content(self._marker))
@@ -225,7 +226,7 @@ class ToolParser:
             self._marker, self._is_between = "", False
         return True
 
-    def _read(self, reader: CallReader, parts: list[Part]) -> bool:
+    def _read(self, reader: CallReader | TaggedCallReader, parts: list[Part]) -> bool:
         found, rest = reader.push(self._text)
         self._text = rest or ""
         parts += found
@@ -237,8 +238,3 @@ class ToolParser:
             parts.append(Content(self._marker + self._skipped + reader.held))
         self._reader, self._marker, self._is_between = None, "", reader.begun
         return True
-
-
-def _is_start(text: str, marker: str) -> bool:
-    """Whether the text may become the marker."""
-    return len(text) < len(marker) and marker.startswith(text)

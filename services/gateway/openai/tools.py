@@ -7,6 +7,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from services.gateway.chat.output import Dialect
+from services.gateway.chat.tagged_calls import Schemas
 from services.gateway.errors import InvalidRequest
 from services.gateway.openai.schemas import ChatMessage, ConversationRequest, ToolCall
 
@@ -38,9 +39,9 @@ def check_results(body: ConversationRequest) -> None:
         missing |= {call.id for call in message.tool_calls or []} if message.role == "assistant" else set()
 
 
-def callable_tools(body: ConversationRequest) -> frozenset[str]:
-    """The names that the answer may call."""
-    return frozenset() if body.tool_choice == "none" else frozenset(tool.function.name for tool in body.tools or [])
+def callable_tools(body: ConversationRequest) -> Schemas:
+    """Those that the answer may call."""
+    return {} if body.tool_choice == "none" else {tool.function.name: tool.function.parameters or {} for tool in body.tools or []}
 
 
 def template_tools(body: ConversationRequest, dialect: Dialect) -> list[dict[str, Any]] | None:

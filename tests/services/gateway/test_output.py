@@ -4,29 +4,39 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from services.gateway.chat.output import Dialect
 from services.gateway.chat.parts import CallArguments, CallBegun, message
 from services.gateway.chat.tools import FORMATS, format_of
 
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    "f": {"properties": {"a": {"type": "integer"}}},
+    "fé": {},
+}
 A, B = {"city": "Paris {", "days": [1, {"x": 'a "quoted" }'}]}, {"é": "\\"}
 CALLS = [("get_weather", A), ("f", B)]
 HERMES = "".join(f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given)}}}\n</tool_call>\n' for name, given in CALLS)
 MISTRAL = "[TOOL_CALLS] " + json.dumps([{"name": name, "arguments": given} for name, given in CALLS])
 MISTRAL_NAMED = "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in CALLS)
 LLAMA = "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in CALLS)
+TAGGED = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis {\n</parameter>\n"
+    f"<parameter=days>\n{json.dumps(A['days'])}\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=f>\n<parameter=é>\n\\\n</parameter>\n</function>\n</tool_call>"
+)
 LLAMA_LIST = json.dumps([{"name": name, "parameters": given} for name, given in CALLS])
 FAMILIES = [
-    *(("hermes", HERMES), ("mistral", MISTRAL), ("mistral", MISTRAL_NAMED)),
+    *(("hermes", HERMES), ("hermes", TAGGED), ("mistral", MISTRAL), ("mistral", MISTRAL_NAMED)),
     *(("llama3", LLAMA), ("llama3", f"<|python_tag|>{LLAMA}"), ("llama3", LLAMA_LIST)),
 ]
 
 
 def read(dialect: Dialect, pieces: list[str], reason: str = "stop", prompt: str = "", **options: Any) -> tuple[dict[str, Any], str]:
     """The message and the finish reason. Ids are left out."""
-    parser = dialect.parser(prompt=prompt, **{"tools": ("get_weather", "f", "fé"), **options})
+    parser = dialect.parser(prompt=prompt, **{"tools": TOOLS, **options})
     parts = [part for piece in pieces for part in parser.push(piece)]
     last, finish_reason = parser.finish(reason)
     parts += last
@@ -55,9 +65,22 @@ def test_calls_of_each_family(family: Any, text: str) -> None:
 def test_pieces_change_nothing(data: st.DataObject) -> None:
     """Texts made of what parsers look for, cut anywhere."""
     family = data.draw(st.sampled_from(sorted(FORMATS)))
-    markers = [HERMES, MISTRAL, LLAMA, LLAMA_LIST, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>", "<|python_tag|>"]
+    markers = [
+        HERMES,
+        TAGGED,
+        MISTRAL,
+        LLAMA,
+        LLAMA_LIST,
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<think>",
+        "</think>",
+        "<|python_tag|>",
+    ]
     pieces_of_json = ['{"name": "f"', ', "arguments": {"a": 1}', '{"arguments": {}, "name": "g"}', '"', "\\", "{", "}", "[", "]", ",", ";"]
-    words = st.sampled_from([*markers, *pieces_of_json, "<", " ", "\n", "f", "é", "hello "])
+    tags = ["<function=f>", "<parameter=a>", "</parameter>", "</function>", "<function="]
+    words = st.sampled_from([*markers, *pieces_of_json, *tags, "<", " ", "\n", "f", "é", "hello "])
     text = "".join(data.draw(st.lists(words, max_size=12)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -69,8 +92,10 @@ def test_pieces_change_nothing(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FORMATS))
+@example(text="\r{")
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_what_is_no_call_is_content(family: Any, text: str) -> None:
+    assume(FORMATS[family].opening not in text)  # behind which nothing may have come yet
     told, reason = read(Dialect(family, False), list(text))
     assert (told["content"], reason) == (text, "stop")
     assert "tool_calls" not in told
@@ -93,11 +118,27 @@ def test_what_is_no_call_is_content(family: Any, text: str) -> None:
         ("llama3", '[{"name": "Alice", "parameters": {"age": 3}}, 1]'),
         ("llama3", '{"name": "", "parameters": {}}'),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", "<tool_call><function=></function></tool_call>"),
+        ("hermes", "<tool_call><function=f(1)\n></tool_call>"),
     ],
 )
 def test_what_looks_like_a_call_is_content(family: Any, text: str) -> None:
     for pieces in ([text], list(text)):
         assert read(Dialect(family, False), pieces) == ({"role": "assistant", "content": text, "refusal": None}, "stop")
+
+
+@pytest.mark.parametrize(
+    "family, text",
+    [
+        ("hermes", f"<tool_call><function=<b> {HERMES}"),
+        ("mistral", f"[TOOL_CALLS]no call {MISTRAL}"),
+        ("llama3", f'{{"name": "Alice", "parameters": {{}}}} <|python_tag|>{LLAMA}'),
+    ],
+)
+def test_what_looks_like_a_call_hides_none_behind_it(family: Any, text: str) -> None:
+    told = read(Dialect(family, False), [text])
+    assert calls_of(told[0]) == CALLS
+    assert read(Dialect(family, False), list(text)) == told
 
 
 def test_a_marker_tells_a_call_whatever_its_name() -> None:
@@ -127,8 +168,51 @@ def test_calls_in_other_words(text: str, name: str, arguments: str) -> None:
         assert reason == "tool_calls"
 
 
+@pytest.mark.parametrize(
+    "written, schema, value",
+    [
+        ("12", {"type": "string"}, "12"),
+        ("12", {"type": "integer"}, 12),
+        ("12", {"type": ["integer", "null"]}, 12),
+        ("12", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12"),
+        ("12", {"enum": [12, 13]}, 12),
+        ("12", {}, "12"),
+        ("True", {"type": "boolean"}, True),
+        ("None", {"anyOf": [{"type": "object"}, {"type": "null"}]}, None),
+        ('{"a": ["</function>"]}', {"$ref": "#/$defs/x"}, {"a": ["</function>"]}),
+        ("twelve", {"type": "integer"}, "twelve"),
+        ("1e400", {"type": "number"}, "1e400"),
+        (" two\n\nlines\n", {"type": "string"}, " two\n\nlines\n"),
+        ("<b>é</b> </para", {"type": "string"}, "<b>é</b> </para"),
+        ("", {"type": "string"}, ""),
+    ],
+)
+def test_values_in_tags_are_what_the_schema_says(written: str, schema: dict[str, Any], value: object) -> None:
+    text = f"<tool_call><function=g><parameter=x>\n{written}\n</parameter></function></tool_call>"
+    tools = {"g": {"properties": {"x": schema}}}
+    assert calls_of(read(Dialect("hermes", False), list(text), tools=tools)[0]) == [("g", {"x": value})]
+
+
+@pytest.mark.parametrize(
+    "text, calls, reason",
+    [
+        ("<function=f></function>", [("f", "{}")], "tool_calls"),
+        ("<function=f></tool_call>", [("f", "{}")], "tool_calls"),  # models forget tags
+        ("<function=f><parameter=a>1</parameter></tool_call>", [("f", '{"a": 1}')], "tool_calls"),
+        ("<function=f></function><function=f></function>", [("f", "{}"), ("f", "{}")], "tool_calls"),
+        ("<function=f><parameter=a>1</parameter><param", [("f", '{"a": 1')], "stop"),
+        ("<function=f><parameter=a>1", [("f", "")], "stop"),
+        ("<function=unknown><parameter=a>1</parameter></function>", [("unknown", '{"a": "1"}')], "tool_calls"),
+    ],
+)
+def test_calls_in_tags_that_are_not_as_they_should_be(text: str, calls: list[tuple[str, str]], reason: str) -> None:
+    told, finish_reason = read(Dialect("hermes", False), list(f"<tool_call>{text}"))
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in told["tool_calls"]] == calls
+    assert (told["content"], finish_reason) == (None, reason)
+
+
 def test_arguments_go_on_as_they_come() -> None:
-    parser = Dialect("hermes", False).parser(prompt="", tools=("f",))
+    parser = Dialect("hermes", False).parser(prompt="", tools=TOOLS)
     assert parser.push('<tool_call>{"name": "f", "arguments": ') == []
     begun, first = parser.push('{"a": ')
     assert (begun, first) == (CallBegun(0, "f", begun.id if isinstance(begun, CallBegun) else ""), CallArguments(0, '{"a": '))
@@ -159,7 +243,7 @@ def test_tool_10_one_call_where_more_are_not_wanted() -> None:
 
 
 def test_tool_07_no_tools_no_calls() -> None:
-    assert read(Dialect("hermes", False), [HERMES], tools=())[0]["content"] == HERMES
+    assert read(Dialect("hermes", False), [HERMES], tools={})[0]["content"] == HERMES
 
 
 @pytest.mark.parametrize(
