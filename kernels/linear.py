@@ -221,9 +221,9 @@ def _linear_kernel(
         early_inner = begin + tl.arange(0, INNER)[None, :]
         early_gate, early_up = (), ()
         for step in tl.static_range(EARLY):
-            early_gate = early_gate + (tl.load(gate_ptr + early_inner + step * INNER),)  # type: ignore[assignment] # noqa: RUF005
+            early_gate += (tl.load(gate_ptr + early_inner + step * INNER),)  # type: ignore[assignment]
             if GATED:
-                early_up = early_up + (tl.load(up_ptr + early_inner + step * INNER),)  # type: ignore[assignment] # noqa: RUF005
+                early_up += (tl.load(up_ptr + early_inner + step * INNER),)  # type: ignore[assignment]
     if ADD:
         residual = tl.load(residual_ptr + place, mask=inside, other=0.0)
         norm = tl.load(norm_ptr + column, mask=in_columns, other=0.0)
@@ -251,7 +251,7 @@ def _linear_kernel(
     if EARLY:
         xs = ()
         for step in tl.static_range(EARLY):  # all ahead of the barriers that bring them to the threads of the weights
-            xs = xs + (tl.load(x_row_ptr + early_inner + step * INNER),)  # type: ignore[assignment] # noqa: RUF005
+            xs += (tl.load(x_row_ptr + early_inner + step * INNER),)  # type: ignore[assignment]
         for step in tl.static_range(EARLY):
             total = add_product(total, xs[step], early_gate[step], ROWS, WEIGHTS_FIRST)
             if GATED:
