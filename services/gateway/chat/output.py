@@ -1,5 +1,6 @@
 """The text of one chat answer, taken apart: what the model thought, what it says, which tools it calls."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,8 @@ from services.gateway.chat.tagged_calls import Schemas
 from services.gateway.chat.tools import FORMATS, FormatName, ToolParser, format_of
 
 THINK, END_OF_THINKING = "<think>", "</think>"
+
+ITERATED_ARGUMENTS = re.compile(r"arguments\s*(?:\|\s*|\.)items")
 
 ToolSetting = Literal["auto", "hermes", "llama3", "mistral", "off"]
 ReasoningSetting = Literal["auto", "think", "off"]
@@ -20,13 +23,15 @@ class Dialect:
 
     tools: FormatName | None
     thinks: bool
+    takes_objects: bool = False  # for the arguments of calls in a conversation, and nothing else
 
     @classmethod
     def of(cls, template: str | None, tools: ToolSetting = "auto", reasoning: ReasoningSetting = "auto") -> "Dialect":
         """By the settings or, where they say auto, by the chat template."""
         template = template or ""
         found = format_of(template) if tools == "auto" else None if tools == "off" else tools
-        return cls(found, END_OF_THINKING in template if reasoning == "auto" else reasoning == "think")
+        thinks = END_OF_THINKING in template if reasoning == "auto" else reasoning == "think"
+        return cls(found, thinks, bool(ITERATED_ARGUMENTS.search(template)))
 
     def parser(self, *, prompt: str, continued: str = "", tools: Schemas, parallel: bool = True) -> "OutputParser":
         """For an answer to the rendered prompt; `continued`: the message that it goes on with; `tools`: those that it may call;

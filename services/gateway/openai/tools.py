@@ -72,4 +72,6 @@ def _template_call(call: ToolCall, dialect: Dialect) -> dict[str, Any]:
         json.dumps(arguments, allow_nan=False)  # refuses what is infinite: 1e400
     except ValueError:  # a model may have written anything: then as it wrote it
         arguments = written
+    if dialect.takes_objects and not isinstance(arguments, dict):
+        arguments = {"arguments": written}  # a conversation must be able to go on
     return {"id": template_id(call.id, dialect), "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

@@ -154,6 +154,28 @@ def test_what_an_assistant_has_said_is_kept_whatever_it_is_called(sent: Message,
     assert template_message(message, Dialect(None, False)) == {"role": "assistant", **told}
 
 
+@pytest.mark.parametrize(
+    "written, named, whole",
+    [
+        ('{"a": 1}', "a=1 ", '{"a": 1}'),
+        ("", "", "{}"),
+        ('{"a": ', 'arguments={"a":  ', r'"{\"a\": "'),  # cut by a limit
+        ("[1]", "arguments=[1] ", "[1]"),
+        ("null", "arguments=null ", "null"),
+    ],
+)
+def test_a_conversation_goes_on_whatever_arguments_a_call_had(
+    written: str, named: str, whole: str, tmp_path: Path, chat: Callable[..., Prompt]
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": written}}
+    message = ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+    template = (
+        "{% for call in messages[0].tool_calls %}{% for name, value in call.function.arguments|items %}{{ name }}={{ value }} {% endfor %}"
+    )
+    for text, told in ((template + "{% endfor %}", named), ("{{ messages[0].tool_calls[0].function.arguments | tojson }}", whole)):
+        assert chat(with_template(tmp_path, text), [template_message(message, Dialect.of(text))]).text == told
+
+
 def test_tpl_05_a_template_that_refuses_says_why(tmp_path: Path, chat: Callable[..., Prompt]) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{{ messages[0].x.y }}"
     tokenizer = with_template(tmp_path, template)
