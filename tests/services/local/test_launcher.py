@@ -35,7 +35,13 @@ def stream(run: dict[str, Any]) -> Iterator[Iterator[str]]:
         yield answer.iter_lines()
 
 
-def test_it_tells_a_command_that_works(serve: Serve) -> None:
+def ends_well(launched: Launched) -> bool:
+    """Whether nobody is left, no run file, and no word of a fault."""
+    complaints = [line for line in launched.output.splitlines() if line.startswith(("error", "warning"))]
+    return launched.end() == 0 and not launched.run_files and not complaints
+
+
+def test_it_tells_a_command_that_works_and_where_everything_is_until_ctrl_c(serve: Serve, model: Path) -> None:
     launched = serve("--served-model-name", "it's-tiny", "--served-model-name", "alias")
     run = launched.ready()
     launched.says("curl ")
@@ -46,28 +52,15 @@ def test_it_tells_a_command_that_works(serve: Serve) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == "it's-tiny"
     assert {entry["id"] for entry in httpx.get(f"{run['url']}/v1/models").json()["data"]} == {"it's-tiny", "alias"}
-
-
-def test_the_run_file_tells_where_everything_is(serve: Serve, model: Path) -> None:
-    launched = serve()
-    run = launched.ready()
     assert run["url"] == f"http://127.0.0.1:{run['ports']['gateway']}"
-    assert (run["model"], run["served_model_names"]) == (str(model), ["tiny"])
+    assert (run["model"], run["served_model_names"]) == (str(model), ["it's-tiny", "alias"])
     assert run["pids"]["launcher"] == launched.process.pid
     for name in ("worker", "scheduler", "gateway"):
         assert f"services.{name}" in psutil.Process(run["pids"][name]).cmdline()
         with socket.create_connection(("127.0.0.1", run["ports"][name])):
             assert (Path(run["logs"]) / f"{name}.log").stat().st_size > 0
-
-
-@pytest.mark.parametrize("end", [Launched.press_ctrl_c, lambda launched: launched.process.terminate()], ids=["ctrl-c", "sigterm"])
-def test_a_signal_stops_everything(serve: Serve, end: Callable[[Launched], None]) -> None:
-    launched = serve()
-    launched.ready()
-    end(launched)
-    assert launched.end() == 0
-    assert not launched.run_files
-    assert not [line for line in launched.output.splitlines() if line.startswith(("error", "warning"))]
+    launched.press_ctrl_c()
+    assert ends_well(launched)
 
 
 def test_start_up_is_told_in_lines_and_may_be_interrupted(serve: Serve) -> None:
@@ -100,9 +93,10 @@ def restarted(launched: Launched, run: dict[str, Any], victim: str) -> dict[str,
     return now
 
 
-def test_streams_go_on_while_worker_and_scheduler_are_started_again(serve: Serve) -> None:
+def test_streams_go_on_while_worker_and_scheduler_are_started_again_and_then_the_gateway_is(serve: Serve) -> None:
     launched = serve(step_s=0.02)
     run = launched.ready()
+    assert run["served_model_names"] == ["tiny"]
     for victim in ("worker", "scheduler"):
         with stream(run) as lines:
             first = next(lines)
@@ -112,16 +106,14 @@ def test_streams_go_on_while_worker_and_scheduler_are_started_again(serve: Serve
         text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
         assert len(text) == 240
         assert re.fullmatch("(FG)*F?(FG)*F?", text)  # each attempt plays the script from its beginning
+    before = (Path(run["logs"]) / "gateway.log").read_text()
+    run = restarted(launched, run, "gateway")
+    eventually(lambda: httpx.get(f"{run['url']}/health", verify=False).is_success)
+    after = (Path(run["logs"]) / "gateway.log").read_text()
+    assert after.startswith(before)  # it goes on
+    assert "] session with the scheduler at" in after[len(before) :]
     launched.press_ctrl_c()
     assert launched.end() == 0
-
-
-def test_a_gateway_is_started_again(serve: Serve) -> None:
-    launched = serve()
-    run = restarted(launched, launched.ready(), "gateway")
-    eventually(lambda: httpx.get(f"{run['url']}/health", verify=False).is_success)
-    log = (Path(run["logs"]) / "gateway.log").read_text()
-    assert log.count("] session with the scheduler at") >= 2  # it goes on
 
 
 def test_a_standby_takes_over(serve: Serve) -> None:
@@ -183,11 +175,13 @@ def test_a_model_that_does_not_fit_is_told(launch: Serve, tmp_path: Path) -> Non
     assert "the worker ended with status 2" in launched.output
 
 
-def test_without_a_model_it_serves_the_demo_model(launch: Serve) -> None:
+def test_without_a_model_it_serves_the_demo_model_until_sigterm(launch: Serve) -> None:
     launched = launch("serve", "--engine", "scripted", "--port", "0")
     run = launched.ready()
     assert run["served_model_names"] == ["SmolLM2-135M-Instruct"]
     assert (Path(run["model"]) / "config.json").is_file()
+    launched.process.terminate()
+    assert ends_well(launched)
 
 
 def test_ctrl_c_ends_the_download_of_the_demo_model(launch: Serve, tmp_path: Path) -> None:
