@@ -224,7 +224,8 @@ async def test_a_client_of_http_1_0_gets_no_chunks(start: Start) -> None:
 
     stream, today = await asks("/v1/completions", prompt="hi", stream=True)
     assert today.headers["transfer-encoding"] == "chunked"
-    assert [chunk["choices"] for chunk in events(stream.content)] == [chunk["choices"] for chunk in events(today.content)]
+    for each in (stream, today):
+        assert "".join(chunk["choices"][0]["text"] for chunk in events(each.content)) == "ab"
     large, today = await asks("/tokenize", prompt="a" * 2 * PIECE)
     assert (today.headers["transfer-encoding"], large.json()) == ("chunked", today.json())
     for path, status in (("/tokenize", 200), ("/nope", 404)):
