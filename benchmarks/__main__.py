@@ -392,7 +392,7 @@ def main() -> None:
         app()
     except LockstepError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
+        raise SystemExit(error.exit_status) from error
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from shared.errors import ConfigError, LockstepError
+from shared.errors import LockstepError
 
 
 def exit_status(program: str, work: Callable[[], None]) -> int:
@@ -12,5 +12,5 @@ def exit_status(program: str, work: Callable[[], None]) -> int:
         work()
     except LockstepError as error:
         print(f"{program}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.exit_status
     return 0

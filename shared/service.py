@@ -10,7 +10,7 @@ from typing import TypeVar
 import uvloop
 
 from shared import logging as logs
-from shared.errors import ConfigError, LockstepError
+from shared.errors import LockstepError
 from shared.process import die_with_parent, stop_event_on_signals
 from shared.settings import Settings, load_or_exit
 
@@ -41,7 +41,7 @@ def run_with(program: str, settings: S, serve: Callable[[S, Event], Awaitable[No
         uvloop.run(main())
     except LockstepError as error:
         logger.error("%s", error, exc_info=settings.log_level == "debug")  # one line, unless somebody debugs
-        status = 2 if isinstance(error, ConfigError) else 1
+        status = error.exit_status
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # not sys.exit: grpc's threads may hold the interpreter back

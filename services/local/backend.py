@@ -101,7 +101,7 @@ class Backend:
 
     async def _raise_end_of(self, child: Child) -> None:
         await child.last_words()
-        if child.ended.result() == 2:  # what does not fit is told in one line
+        if child.ended.result() == ConfigError.exit_status:  # what does not fit is told in one line
             raise ConfigError(f"the {child.name}: {child.last_line}")
         self._broken = True
         after = f": its last line was '{child.last_line}'" if child.last_line else ""

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 
 from services.local.child import environment
-from services.local.launcher import ChildEnded, Launcher, Options
+from services.local.launcher import Launcher, Options
 from services.local.support_bundle import make
 from shared.command import exit_status
-from shared.errors import ConfigError, LockstepError
+from shared.errors import LockstepError
 
 app = typer.Typer(name="lockstep", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 logger = logging.getLogger("lockstep")
@@ -88,7 +88,7 @@ def serve(
         asyncio.run(run())
     except LockstepError as error:
         logger.error("%s", error)
-        return error.status if isinstance(error, ChildEnded) else 2 if isinstance(error, ConfigError) else 1
+        return error.exit_status
     return 0
 
 

@@ -45,11 +45,13 @@ class Stopped(LockstepError):
 
 
 class ChildEnded(LockstepError):
-    """A service ended by itself; `status` is what the launcher should end with."""
+    """A service ended by itself: over a setting, then so does the launcher, or for another reason."""
 
-    def __init__(self, message: str, child: Child, status: int) -> None:
+    def __init__(self, message: str, child: Child) -> None:
         super().__init__(message)
-        self.child, self.status = child, status
+        self.child = child
+        if child.ended.result() == ConfigError.exit_status:
+            self.exit_status = ConfigError.exit_status
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Launcher:
                 await self._unless_over(asyncio.Event().wait())
             except ChildEnded as error:
                 broken = error.child
-                if error.status == 2 or self._too_often(broken):
+                if error.exit_status == ConfigError.exit_status or self._too_often(broken):
                     raise
                 logger.warning("%s; starting it again", error)
 
@@ -193,11 +195,7 @@ class Launcher:
                 if child.ended.done():
                     words = await child.last_words()
                     after = f": its last line was '{words}'" if words else ""
-                    raise ChildEnded(
-                        f"the {child.name} {child.how_it_ended()}{after}; its log is in {self.logs}",
-                        child,
-                        status=2 if child.ended.result() == 2 else 1,
-                    )
+                    raise ChildEnded(f"the {child.name} {child.how_it_ended()}{after}; its log is in {self.logs}", child)
             return await task
         finally:
             task.cancel()
