@@ -11,6 +11,7 @@ from benchmarks import models, tune
 from benchmarks.allreduce import SIZES, allreduce
 from benchmarks.capacity import capacity
 from benchmarks.comparison import comparison
+from benchmarks.crowd import crowd
 from benchmarks.deterministic import deterministic
 from benchmarks.distance import distance
 from benchmarks.endurance import endurance
@@ -104,6 +105,12 @@ def _planning(
 ) -> None:
     """What a plan and its result cost the scheduler, by the number of running requests."""
     _finish(planning(plans, repeats), out)
+
+
+@app.command("crowd")
+def _crowd(repeats: Annotated[int, typer.Option(min=1, help="Of each crowd.")] = 30, out: Out = OUT) -> None:
+    """What scheduler and worker compute for prompts that come together, before their step and after it."""
+    _finish(crowd(repeats), out)
 
 
 @app.command("hops")
