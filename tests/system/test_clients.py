@@ -1,7 +1,7 @@
 """Programs that nobody here wrote, each in an environment of its own, against `lockstep serve`."""
 
 import json
-import subprocess
+import tempfile
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests import tiny
 from tests.services.local.launched import Launched
+from tests.system.conftest import execute, require_space
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("clients")
@@ -22,7 +23,8 @@ CLIENTS = {  # environments, by what is installed into them
     "aiperf": ("aiperf==0.13.0",),
     "schemathesis": ("schemathesis==4.32.5",),
 }
-INSTALL_S, RUN_S = 1200, 240
+INSTALL_S, RUN_S = 1000, 400
+ENVIRONMENTS_BYTES = 3_000_000_000
 QUESTIONS = [
     ("The capital of France is", [" Paris", " a small model"], 0),
     ("Once upon a time there was a small", [" model", " France"], 0),
@@ -67,28 +69,21 @@ def url(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[str]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`run("lm-eval", "lm_eval", ...)` starts a program of an environment, which is made when it is first asked for; returns its output."""
     folder = tmp_path_factory.mktemp("environments")
+    require_space(folder, ENVIRONMENTS_BYTES, "what the clients install")
+    installed: set[str] = set()
     torch_pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     (folder / "constraints.txt").write_text(f"{torch_pin}\n")  # none of the clients needs it; should one pull it, then not CUDA's
 
     def start(environment: str, program: str, *arguments: str, variables: Mapping[str, str] | None = None) -> str:
         programs = folder / environment / "bin"
-        if not programs.exists():
+        if environment not in installed:
             venv.create(folder / environment, with_pip=True)
-            pip = [str(programs / "pip"), "install", "--quiet", "--constraint", str(folder / "constraints.txt")]
-            subprocess.run([*pip, *CLIENTS[environment]], check=True, timeout=INSTALL_S)
-        path = f"{programs}:/usr/local/bin:/usr/bin:/bin"
-        home = {"HOME": str(folder), "PATH": path, **(variables or {})}
-        done = subprocess.run(
-            [str(programs / program), *arguments],
-            env=home,
-            cwd=folder,
-            timeout=RUN_S,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+            execute([programs / "pip", "install", "--quiet", "--constraint", folder / "constraints.txt", *CLIENTS[environment]], INSTALL_S)
+            installed.add(environment)
+        with tempfile.TemporaryDirectory() as temporary:  # some leave folders there
+            path = f"{programs}:/usr/local/bin:/usr/bin:/bin"
+            home = {"HOME": str(folder), "PATH": path, "TMPDIR": temporary, **(variables or {})}
+            return execute([programs / program, *arguments], RUN_S, env=home, cwd=folder)
 
     return start
 
