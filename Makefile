@@ -35,7 +35,7 @@ PROTOS := $(patsubst proto/lockstep/v1/%,shared/protocol/%,$(wildcard proto/lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup constraints proto chart wheels images model run test test-system test-gpu gpu test-cluster format clean
+.PHONY: help setup constraints proto chart wheels images model run test test-system test-gpu gpu chaos test-cluster format clean
 .PHONY: lint lint-style lint-types lint-imports lint-contracts lint-stubs
 
 help: ## List the targets
@@ -93,6 +93,8 @@ model: .venv/stamp ## Convert the demo model once; prints the path of its folder
 run: .venv/stamp ## Serve on this machine (MODEL=folder TP=1 PORT=8000; without MODEL the demo model)
 	@$(BIN)/lockstep serve $(if $(MODEL),'$(MODEL)') --tensor-parallel-size $(TP) --port $(PORT)
 
+# Hundreds of processes are started: each would compile what it imports, where nobody may keep that.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/stamp ## Run every test that needs nothing but Python packages
 	@$(BIN)/python -m pytest $(TEST_ROOM) -m "not timed" --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
 	@$(BIN)/python -m pytest $$(grep -rl --include='test_*.py' 'mark\.timed' tests) -m timed
