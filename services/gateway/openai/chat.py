@@ -52,8 +52,13 @@ def conversation(body: ConversationRequest, dialect: Dialect) -> Conversation:
         tools=template_tools(body, dialect),
         add_generation_prompt=not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        arguments=body.chat_template_kwargs,
+        arguments={**_effort(body.reasoning_effort), **body.chat_template_kwargs},
     )
+
+
+def _effort(asked: str | None) -> dict[str, str | bool]:
+    """OpenAI's name for how much to think, as the variables that chat templates have for it."""
+    return {} if asked is None else {"reasoning_effort": asked, "enable_thinking": asked != "none"}
 
 
 def template_message(message: ChatMessage, dialect: Dialect) -> Message:

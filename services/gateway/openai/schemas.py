@@ -171,6 +171,7 @@ def _at_most(limit: int) -> BeforeValidator:
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TemplateVariable = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+TemplateWord = Annotated[str, Field(max_length=64)]
 TemplateValue = Annotated[str, Field(max_length=1000)] | int | float | bool | None
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -255,6 +256,9 @@ class ConversationRequest(Body):
         | None
     ) = None
     parallel_tool_calls: bool = True
+    reasoning_effort: TemplateWord | None = Field(
+        None, description="Told to the chat template, and as enable_thinking, which is false for 'none' and true for all else."
+    )
     # Beyond OpenAI's
     continue_final_message: bool = Field(False, description="The answer goes on with the last message, instead of following it.")
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn: unless the last message is continued.")

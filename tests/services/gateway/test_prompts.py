@@ -19,8 +19,8 @@ from services.gateway.chat.output import Dialect
 from services.gateway.chat.renderer import Renderer
 from services.gateway.chat.template import Conversation, Prompt, encode_chat, for_template
 from services.gateway.errors import InvalidRequest
-from services.gateway.openai.chat import template_message
-from services.gateway.openai.schemas import ChatMessage
+from services.gateway.openai.chat import conversation, template_message
+from services.gateway.openai.schemas import ChatMessage, ChatRequest
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -92,11 +92,11 @@ def with_template(folder: Path, template: str | None) -> TextTokenizer:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_tpl_09_identical_to_transformers(name: str, tmp_path: Path, chat: Callable[..., Prompt]) -> None:
     tokenizer = with_template(tmp_path, TEMPLATES[name])
-    for conversation in CONVERSATIONS:
-        expected = tokenizer.transformers.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        assert chat(tokenizer, conversation).text == expected
-        ids = tokenizer.transformers.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-        assert chat(tokenizer, conversation).ids == ids
+    for messages in CONVERSATIONS:
+        expected = tokenizer.transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert chat(tokenizer, messages).text == expected
+        ids = tokenizer.transformers.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert chat(tokenizer, messages).ids == ids
 
 
 def test_tpl_02_developer_is_system_where_the_template_knows_no_developer(tokenizer: TextTokenizer, chat: Callable[..., Prompt]) -> None:
@@ -174,6 +174,23 @@ def test_a_conversation_goes_on_whatever_arguments_a_call_had(
     )
     for text, told in ((template + "{% endfor %}", named), ("{{ messages[0].tool_calls[0].function.arguments | tojson }}", whole)):
         assert chat(with_template(tmp_path, text), [template_message(message, Dialect.of(text))]).text == told
+
+
+@pytest.mark.parametrize(
+    "sent, told",
+    [
+        ({}, {}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "none", "enable_thinking": True},
+        ),
+    ],
+)
+def test_how_much_to_think_is_told_to_the_template(sent: Message, told: Message) -> None:
+    body = ChatRequest.model_validate({"model": "tiny", "messages": CONVERSATIONS[0], **sent})
+    assert conversation(body, Dialect(None, False)).arguments == told
 
 
 def test_tpl_05_a_template_that_refuses_says_why(tmp_path: Path, chat: Callable[..., Prompt]) -> None:
