@@ -29,6 +29,7 @@ from shared.protocol.plan import Int32s, Limits
 PAGE_SIZE = 16
 LONGEST_ANSWER = 4  # times the mean
 WARM_UP_SHARE = 0.3
+SEED = 0  # equal questions have equal answers
 TTFT_S, TPOT_S, GAP_S = 0.5, 0.025, 0.25  # what a good request meets: first token, mean time per token, longest gap
 
 
@@ -105,9 +106,9 @@ class Measured:
         return sum(event.cached_tokens for event in opened) / sum(len(event.ids) for event in opened)
 
 
-def converse(traffic: Traffic, setup: Setup, seconds: float, seed: int = 0) -> Measured:
+def converse(traffic: Traffic, setup: Setup, seconds: float) -> Measured:
     """One run of so many seconds of virtual time."""
-    return _Run(traffic, setup, seconds, seed).measured()
+    return _Run(traffic, setup, seconds).measured()
 
 
 def replayed_hit_rate(events: Sequence[Opened | Closed], pages: int) -> float:
@@ -181,9 +182,9 @@ class _Conversation:
 
 
 class _Run:
-    def __init__(self, traffic: Traffic, setup: Setup, seconds: float, seed: int) -> None:
+    def __init__(self, traffic: Traffic, setup: Setup, seconds: float) -> None:
         self._traffic, self._setup = traffic, setup
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(SEED)
         self._clock = Clock()
         self._warm_s, self._end_s = WARM_UP_SHARE * seconds, seconds
         self._found = Measured(seconds - self._warm_s)

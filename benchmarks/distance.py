@@ -59,28 +59,25 @@ class Measured(NamedTuple):
 
 
 def distance(
-    models: Sequence[str] = ("0.6b", "8b"),
-    rows: Sequence[int] = (1, 32, 256),
-    delays_ms: Sequence[float] = (0, 1, 5),
-    repeats: int = 5,
-    seconds: float = 2.5,
-    scheduler_arguments: Sequence[str] = (),
+    models: Sequence[str],
+    rows: Sequence[int],
+    delays_ms: Sequence[float],
+    repeats: int,
+    seconds: float,
 ) -> Report:
-    """Every cell `repeats` times, each in another minute of the machine; medians."""
+    """Every cell `repeats` times, each in another minute of the machine; medians. seconds: of each of a run's two loads."""
     measured: dict[Cell, list[Measured]] = defaultdict(list)
     stacks = [(model, round(delay_ms * 1e3)) for _ in range(repeats) for model in models for delay_ms in delays_ms]
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         proxy, model_path = build_proxy(Path(folder)), model_folder(Path(folder))
         for model, delay_us in track(stacks, description="distance"):
-            found = uvloop.run(_stack(model, model_path, proxy, rows, delay_us, seconds, scheduler_arguments))
+            found = uvloop.run(_stack(model, model_path, proxy, rows, delay_us, seconds))
             for count, figures in found.items():
                 measured[Cell(model, count, delay_us)].append(figures)
     return _report(measured, models, rows, delays_ms, repeats, seconds)
 
 
-async def _stack(
-    model: str, folder: Path, proxy: Path, rows: Sequence[int], delay_us: int, seconds: float, scheduler_arguments: Sequence[str]
-) -> dict[int, Measured]:
+async def _stack(model: str, folder: Path, proxy: Path, rows: Sequence[int], delay_us: int, seconds: float) -> dict[int, Measured]:
     """All rows' figures of one worker, a proxy and a scheduler."""
     slots = max(rows) + SPARE_SLOTS
     engine = ("--engine", "simulated", "--simulated-gpu", "h200", "--simulated-model", model, "--simulated-mean-tokens", str(MEAN_TOKENS))
@@ -90,8 +87,7 @@ async def _stack(
         distant(proxy, worker["grpc"], delay_us) as port,
     ):
         controls = {count: await _control(port, count, number + 1, seconds / 2) for number, count in enumerate(rows)}
-        arguments = ("--worker", f"127.0.0.1:{port}", "--max-step-tokens", str(MAX_STEP_TOKENS), *scheduler_arguments)
-        with service("scheduler", *arguments) as scheduler:
+        with service("scheduler", "--worker", f"127.0.0.1:{port}", "--max-step-tokens", str(MAX_STEP_TOKENS)) as scheduler:
             async with session(scheduler["grpc"]) as client, httpx.AsyncClient(trust_env=False) as http:
                 return {count: await _cell(client, http, worker["admin"], count, controls[count], seconds) for count in rows}
 

@@ -31,7 +31,7 @@ class Reading(NamedTuple):
     tokens: int  # that the client has got
 
 
-def fleet(groups: int = 32, rows: int = 64, seconds: float = 10.0) -> Report:
+def fleet(groups: int, rows: int, seconds: float) -> Report:
     """Every group decodes `rows` requests at a time."""
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
         engine = ("--engine", "simulated", "--groups", str(groups), "--simulated-gpu", GPU, "--simulated-model", MODEL)

@@ -20,7 +20,7 @@ LAG = "lockstep_event_loop_lag_seconds"
 Histogram = dict[float, float]  # upper bound to cumulative count
 
 
-def gateway(streams: int = 32, tokens: int = 1000) -> Report:
+def gateway(streams: int, tokens: int) -> Report:
     """`streams` at once from an engine of 1 ms steps; then the same while prompts of 2 MB are tokenised beside them."""
     script = {"step_s": STEP_S, "default": {"ids": [40, 41, 42, 43], "repeat": True}}
     rows = []

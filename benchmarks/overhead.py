@@ -18,7 +18,7 @@ PAGE_SIZE = 16
 PROMPT = list(range(1000, 1032))
 
 
-def overhead(pairs: int = 5, tokens: int = 64) -> Report:
+def overhead(pairs: int, tokens: int) -> Report:
     """The demo model, engine on one thread; alternating pairs, so that a slow minute of the machine slows both."""
     with stack("--threads", "1") as running:
         driver = _driver(running.model_folder, tokens)

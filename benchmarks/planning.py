@@ -46,7 +46,7 @@ class _Timed(Group):
         return has_token
 
 
-def planning(plans: int = 1_000, repeats: int = 5) -> Report:
+def planning(plans: int, repeats: int) -> Report:
     """Requests that end after 300 tokens on average, each followed by another; 1 ms each way. Then the same with too few pages."""
     measured = {rows: [_cost(rows, plans).us for _ in range(repeats)] for rows in ROWS}
     allowed = {rows: ALLOWED_US + ALLOWED_US_PER_ROW * rows for rows in ROWS}
