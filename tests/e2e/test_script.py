@@ -35,8 +35,8 @@ def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, weightless_model: Path, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Stack]:
     plays: dict[int, dict[str, Any]] = {seed: {"ids": bytes_of(tokenizer, text)} for seed, text in TEXTS.items()}
-    plays[ENDLESS] = {"ids": [40, 41, 42], "repeat": True}
-    script = {"step_s": 0.005, "tokens_per_step": request.param, "by_seed": plays}
+    plays[ENDLESS] = {"ids": [40, 41, 42], "repeat": True}  # 250 tokens take 2.5 s
+    script = {"step_s": 0.01 * request.param, "tokens_per_step": request.param, "by_seed": plays}
     with Stack(tmp_path_factory.mktemp("stack"), model=weightless_model, engine="scripted", script=script) as running:
         yield running
 
@@ -156,7 +156,7 @@ def test_can_01_a_client_that_leaves_a_stream(stack: Stack) -> None:
             next(stream)
         assert not at_rest(stack)
         assert pages_in_use(stack) > 0
-    eventually(lambda: at_rest(stack), 2)  # no plan is outstanding: the worker computes nothing of it any more
+    eventually(lambda: at_rest(stack))  # no plan is outstanding: the worker computes nothing of it any more
     assert (pages_in_use(stack), aborted()) == (0, before + 1)
 
 
@@ -166,7 +166,7 @@ async def test_can_01_a_client_that_leaves_a_whole_answer(stack: Stack) -> None:
         call = asyncio.create_task(work)
         await asyncio.to_thread(eventually, lambda: not at_rest(stack))
         call.cancel()
-        await asyncio.to_thread(eventually, lambda: at_rest(stack), 2)
+        await asyncio.to_thread(eventually, lambda: at_rest(stack))
 
 
 def test_can_05_a_stop_string_ends_the_work_in_the_engine(stack: Stack) -> None:
@@ -175,8 +175,8 @@ def test_can_05_a_stop_string_ends_the_work_in_the_engine(stack: Stack) -> None:
 
     before = computed()
     assert both(stack, ENDLESS, max_tokens=250, stop="GH") == ("F", "stop")  # ids 40, 41, 42 are F, G, H
-    eventually(lambda: at_rest(stack), 2)
-    assert computed() - before < 2 * 20  # of two answers of 250; test_whole_chain.py, with slow steps, is stricter
+    eventually(lambda: at_rest(stack))
+    assert computed() - before < 2 * 80  # of two answers of 250; test_whole_chain.py, with slow steps, is stricter
 
 
 async def test_can_07_aborts_race_with_the_end(stack: Stack) -> None:
@@ -188,7 +188,7 @@ async def test_can_07_aborts_race_with_the_end(stack: Stack) -> None:
                 chunks = aiter(stream)
                 for _ in range(moment):
                     await anext(chunks, None)
-    await asyncio.to_thread(eventually, lambda: at_rest(stack), 2)
+    await asyncio.to_thread(eventually, lambda: at_rest(stack))
     assert both(stack, 1) == (TEXTS[1], "stop")
 
 

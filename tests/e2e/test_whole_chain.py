@@ -15,12 +15,13 @@ from tests.e2e.stack import Stack
 from tests.processes import eventually
 
 ENDLESS = 900
+STEP_S = 0.05  # 200 tokens take 10 s
 CHUNK = 1 << 16
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, weightless_model: Path) -> Iterator[Stack]:
-    script = {"step_s": 0.02, "by_seed": {ENDLESS: {"ids": [40, 41, 42], "repeat": True}}}
+    script = {"step_s": STEP_S, "by_seed": {ENDLESS: {"ids": [40, 41, 42], "repeat": True}}}
     folder = tmp_path_factory.mktemp("stack")
     with Stack(folder, model=weightless_model, engine="scripted", script=script, gateway_args=["--processes", "2"]) as running:
         yield running
@@ -68,7 +69,7 @@ def stream(url: str) -> Iterator[tuple[Iterator[str], int]]:
 
 
 def test_can_05_a_stop_string_ends_the_work_in_the_engine(stack: Stack) -> None:
-    """Steps take 20 ms: on an idle machine at most 4 tokens are computed after the fifth. A busy one may be half a second late."""
+    """On an idle machine at most 4 tokens are computed after the sixth. A busy one may be a second and more late."""
 
     def computed() -> float:
         return stack.scheduler.metrics()["lockstep_generation_tokens_total"]
@@ -78,7 +79,7 @@ def test_can_05_a_stop_string_ends_the_work_in_the_engine(stack: Stack) -> None:
     answer = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=30).json()
     assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("F", "stop")
     assert answer["usage"]["completion_tokens"] == 6
-    eventually(lambda: running(stack) == 0, 2.0)
+    eventually(lambda: running(stack) == 0)
     assert 6 <= computed() - before <= 6 + 4 + 25
 
 
@@ -87,7 +88,7 @@ def test_can_08_who_leaves_the_router_leaves_the_worker(stack: Stack) -> None:
         with stream(url) as (lines, _):
             next(lines)
             assert running(stack) == 1
-        eventually(lambda: running(stack) == 0, 3.0)
+        eventually(lambda: running(stack) == 0, 5.0)  # by itself it would end later
 
 
 def test_can_08_a_killed_process_of_the_gateway_frees_the_worker(stack: Stack) -> None:
@@ -95,7 +96,7 @@ def test_can_08_a_killed_process_of_the_gateway_frees_the_worker(stack: Stack) -
         next(lines)
         (process,) = [child for child in psutil.Process(stack.gateway.pid).children() if has_client(child, port)]
         process.kill()
-        eventually(lambda: running(stack) == 0, 10.0)
+        eventually(lambda: running(stack) == 0, 5.0)
         with pytest.raises(httpx.TransportError):
             list(lines)
     eventually(lambda: is_whole(stack.gateway.pid), 60.0)
