@@ -4,64 +4,31 @@ It is production without its gateway: worker and scheduler run as processes, pro
 """
 
 import contextlib
-import secrets
-import struct
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from services.local.backend import Backend, ServiceEnded
 from services.local.progress import StartupProgress
+from services.local.prompts import InvalidPrompt, Prompt, Sampling, checked_ids, submit
 from services.local.service import Service
 from services.local.session import Answer, Logprobs, OnProgress
-from shared.errors import ConfigError, LockstepError
-from shared.protocol import generation_pb2 as pb
-from shared.protocol.plan import Int32s, ids_to_bytes
+from shared.errors import ConfigError
+from shared.protocol.plan import Int32s
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Prompt = str | Sequence[int] | Int32s
 Setting = str | int | float | bool | Path | None
-
-SEED_BITS = 63
-MAX_SHOWN = 60  # characters of a prompt that is refused
-
-
-class InvalidPrompt(LockstepError):
-    """A prompt that the model cannot take; nothing of its call was computed."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen; the same words, meanings and bounds as in the HTTP API."""
-
-    max_tokens: int = 256
-    temperature: float = 1.0  # 0: the most likely token
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None  # None: drawn anew for each prompt
-    min_tokens: int = 0  # no end of sequence before
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()  # end the completion like an end of sequence
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by id
-    logprobs: int | None = None  # of the completion's tokens, and so many of the likeliest ids at each place; None: none
-    prompt_logprobs: int | None = None  # the same of the prompt; with it max_tokens may be 0
-    cache_salt: str | None = None  # prefixes are shared among prompts of the same salt only
 
 
 @dataclass(frozen=True)
@@ -176,7 +143,7 @@ class LLM:
         if len(wanted) != len(prompts):
             raise InvalidPrompt(f"sampling: one for all prompts or one for each, got {len(wanted)} for {len(prompts)} prompts")
         ids = [self._checked(index, prompt, each.max_tokens) for index, (prompt, each) in enumerate(zip(prompts, wanted, strict=True))]
-        submits = [_submit(index, each, its) for index, (each, its) in enumerate(zip(ids, wanted, strict=True))]
+        submits = [submit(index, each, its) for index, (each, its) in enumerate(zip(ids, wanted, strict=True))]
         with self._turn, self._bar(len(prompts)) as on_progress:
             answers = service.run(service.session.complete(submits, on_progress))
         return [self._completion(*each) for each in zip(prompts, ids, wanted, answers, strict=True)]
@@ -185,17 +152,7 @@ class LLM:
         """The prompt's ids. Raises InvalidPrompt."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.backend_tokenizer.encode(prompt).ids
-        try:
-            ids = _array(prompt)
-        except (ValueError, OverflowError) as error:  # lists of different lengths in it, or numbers beyond all ids
-            raise InvalidPrompt(f"prompt {index}: a text or a list of token ids, got {_shown(prompt)}") from error
-        if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
-            raise InvalidPrompt(f"prompt {index}: a text or a list of at least one token id, got {_shown(prompt)}")
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise InvalidPrompt(f"prompt {index}: ids from {ids.min()} to {ids.max()}, the vocabulary has {self.vocab_size}")
-        if len(ids) + max_tokens > self.max_length:
-            raise InvalidPrompt(f"prompt {index}: {len(ids)} tokens and {max_tokens} more exceed the {self.max_length} that fit")
-        return ids.astype(np.int32, copy=not isinstance(prompt, list))  # arrays may be the caller's own
+        return checked_ids(index, prompt, max_tokens, self.vocab_size, self.max_length)
 
     def _completion(self, prompt: Prompt, prompt_ids: Int32s, sampling: Sampling, answer: Answer) -> Completion:
         assert answer.finish_reason is not None, "the session returns only answers that have ended"
@@ -233,49 +190,6 @@ class LLM:
             yield on_progress
 
 
-def _array(prompt: Sequence[int] | Int32s) -> NDArray[np.generic]:
-    """As numpy has it. A list of ids in half of the time that numpy takes to find out what it is."""
-    if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
-        ids = np.empty(len(prompt), dtype=np.int32)
-        with contextlib.suppress(struct.error):  # numpy can say what is no id, or beyond all
-            struct.pack_into(f"{len(prompt)}i", ids.data, 0, *prompt)
-            return ids
-    return np.asarray(prompt)
-
-
-def _submit(index: int, prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
-    """Raises InvalidPrompt for a value of the sampling that no message can hold; others are the scheduler's to refuse."""
-    try:
-        return _message(prompt_ids, sampling)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidPrompt(f"prompt {index}: its sampling has a value of the wrong kind or size: {error}; got {sampling}") from error
-
-
-def _message(prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
-    return pb.Submit(
-        prompt_ids=ids_to_bytes(prompt_ids),
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=ids_to_bytes(np.array(sampling.stop_token_ids, dtype=np.int32)),
-        cache_salt=sampling.cache_salt,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        sampling=pb.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            bias_ids=ids_to_bytes(np.array(list(sampling.logit_bias), dtype=np.int32)),
-            bias_values=np.array(list(sampling.logit_bias.values()), dtype="<f4").tobytes(),
-        ),
-    )
-
-
 def _joined(runs: list[Logprobs], top: int | None) -> Logprobs | None:
     """Of all runs of one answer, which may be none."""
     if top is None:
@@ -283,8 +197,3 @@ def _joined(runs: list[Logprobs], top: int | None) -> Logprobs | None:
     if not runs:
         return Logprobs(np.empty(0, np.float32), np.empty((0, top), np.int32), np.empty((0, top), np.float32))
     return Logprobs(*(np.concatenate([getattr(run, name) for run in runs]) for name in ("values", "top_ids", "top_values")))
-
-
-def _shown(prompt: object) -> str:
-    text = repr(prompt)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.local.llm import LLM, Completion, Sampling
+from services.local import LLM, Completion, Sampling
 from tests.gpu.test_models import NEAR_TIE, reference_logits
 from tests.tiny import tiny_model
 

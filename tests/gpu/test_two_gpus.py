@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from services.local.llm import LLM, Completion, Sampling
+from services.local import LLM, Completion, Sampling
 from services.worker.distributed.collectives import Collectives
 from services.worker.distributed.pynccl import NcclCommunicator
 from services.worker.distributed.sums import TESTING
