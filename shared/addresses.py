@@ -1,5 +1,7 @@
 """Addresses of services, as they are listened at, written down and reached."""
 
+LOOPBACK = "127.0.0.1"
+
 
 def host_port(host: str, port: int) -> str:
     """As gRPC and URLs write it: an IPv6 address in brackets."""
@@ -8,4 +10,4 @@ def host_port(host: str, port: int) -> str:
 
 def reachable(host: str) -> str:
     """Where this machine reaches what listens on `host`: at the loopback, where that is everywhere."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)

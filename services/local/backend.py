@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from services.local.child import Child
 from services.local.loading import until_loaded
 from services.local.progress import StartupProgress
+from shared.addresses import LOOPBACK
 from shared.errors import ConfigError, LockstepError
 from shared.protocol import execution_pb2 as pb
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOPBACK = "127.0.0.1"
 CAUSE_S = 0.25  # for the end of a service to be noticed by us, after what it did to others
 STOP_S = 8.0  # a service that has not stopped by then is killed
 # The client holds back by itself, and nobody streams: a step takes what the worker allows.

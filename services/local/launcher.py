@@ -26,14 +26,13 @@ from rich.console import Console
 from services.local.child import Child, environment
 from services.local.loading import POLL_EVERY_S, POLL_TIMEOUT_S, until_loaded
 from services.local.progress import StartupProgress
-from shared.addresses import host_port, reachable
+from shared.addresses import LOOPBACK, host_port, reachable
 from shared.errors import ConfigError, LockstepError
 from shared.ports import port_of, reserve
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOPBACK = "127.0.0.1"
 DRAIN_S = 5.0  # for running answers, after a signal
 STOP_S = DRAIN_S + 3.0  # a service that has not stopped by then is killed
 GROUP_WAIT_S = 120.0  # a worker that is started again loads its model first

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.local.backend import LOOPBACK, Backend
+from services.local.backend import Backend
 from services.local.background import BackgroundLoop
 from services.local.loading import POLL_EVERY_S
 from services.local.progress import StartupProgress
 from services.local.session import Session
+from shared.addresses import LOOPBACK
 from shared.errors import PeerLost
 from shared.protocol import files
 from shared.protocol import generation_pb2 as pb
