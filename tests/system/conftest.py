@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENT = ("-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=120")  # with mirrors, and with others who install
 DEBIAN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -80,9 +81,12 @@ def debian() -> Callable[..., None]:
             missing = [package for package in packages if not is_installed(package)]
             if not missing:
                 return
-            for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-qq", "--yes", "--no-install-recommends", *missing]):
+            for command in (["update"], ["install", "--yes", "--no-install-recommends", *missing]):
                 subprocess.run(
-                    command, check=True, stdout=subprocess.DEVNULL, env={"DEBIAN_FRONTEND": "noninteractive", "PATH": DEBIAN_PATH}
+                    ["apt-get", "-qq", *PATIENT, *command],
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                    env={"DEBIAN_FRONTEND": "noninteractive", "PATH": DEBIAN_PATH},
                 )
 
     return install
