@@ -9,7 +9,7 @@ import random
 import string
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -92,6 +92,14 @@ def scripted(start_stack: StartStack, weightless_model: Path) -> Callable[..., S
     return start
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, weightless_model: Path) -> Iterator[Stack]:
+    """For several tests, of which the first counts from 0."""
+    folder, names = tmp_path_factory.mktemp("stack"), ["--served-model-name", "tiny"]
+    with Stack(folder, model=weightless_model, engine="scripted", script=SCRIPT, scheduler_args=names) as stack:
+        yield stack
+
+
 def test_met_01_gauges_return_to_rest(scripted: Callable[..., Stack]) -> None:
     stack = scripted(
         script={**SCRIPT, "step_s": 0.02},
@@ -132,8 +140,8 @@ def crowd(stack: Stack, count: int) -> None:
         list(clients.map(ask, range(count)))
 
 
-def test_met_02_every_request_is_counted_once_by_outcome(scripted: Callable[..., Stack]) -> None:
-    stack = scripted(scheduler_args=["--served-model-name", "tiny"])
+def test_met_02_every_request_is_counted_once_by_outcome(shared: Stack) -> None:
+    stack = shared
     for _ in range(4):
         stack.complete("hi", max_tokens=50, seed=STOPS)
     stack.complete("hi", max_tokens=50, stop="H", seed=ENDLESS)
@@ -163,8 +171,8 @@ def test_met_02_every_request_is_counted_once_by_outcome(scripted: Callable[...,
     assert sum(finished(stack).values()) == 13 + 2  # what is scheduled are choices
 
 
-def test_met_05_clients_cannot_make_series(scripted: Callable[..., Stack]) -> None:
-    stack = scripted()
+def test_met_05_clients_cannot_make_series(shared: Stack) -> None:
+    stack = shared
     chosen = random.Random(5)
 
     def word() -> str:
@@ -291,6 +299,7 @@ def test_mod_06_alive_but_not_ready_while_the_model_loads(tmp_path: Path, weight
 
         def start(name: str, *arguments: str) -> Service:
             service = Service(name, tmp_path, family, arguments)
+            started.callback(service.release_ports)
             started.callback(service.process.wait, 10)
             started.callback(service.terminate)
             return service
@@ -308,19 +317,23 @@ def test_mod_06_alive_but_not_ready_while_the_model_loads(tmp_path: Path, weight
         assert int(answer.headers["Retry-After"]) >= 1
 
 
-def test_sec_08_logs_follow_a_request_and_tell_nothing_of_it(scripted: Callable[..., Stack]) -> None:
-    stack = scripted()
+def test_sec_08_logs_follow_a_request_and_tell_nothing_of_it(shared: Stack) -> None:
+    stack = shared
     body = {"model": "tiny", "prompt": "a secret prompt", "max_tokens": 12, "seed": ENDLESS, "user": "mallory\nforged [error] line"}
     headers = {"Authorization": "Bearer sk-secret", "x-request-id": "follow-me"}
     text = stack.client.post("/v1/completions", json=body, headers=headers).json()["choices"][0]["text"]
     stack.client.post("/v1/completions", json={**body, "model": "no\nforged [error] line"}, headers=headers)
     stack.client.get("/no%0Aforged%20[error]%20line")
-    eventually(lambda: "a request has ended" in stack.scheduler.log)
+    eventually(lambda: "follow-me" in stack.scheduler.log)
     (line,) = [line for line in stack.scheduler.log.splitlines() if "follow-me" in line]
+    assert "a request has ended" in line
     assert all(part in line for part in ("end=length", "completion_tokens=12", "prompt_tokens=", "queue_s=", "ttft_s=", "total_s="))
-    eventually(lambda: " -> 404" in stack.gateway.log)  # a line is written when its request has been answered
-    lines = [line for line in stack.gateway.log.splitlines() if "request_id=follow-me" in line]
-    assert len(lines) == 2
+
+    def told() -> list[str]:
+        return [line for line in stack.gateway.log.splitlines() if "request_id=follow-me" in line]
+
+    eventually(lambda: len(told()) == 2)  # a line is written when its request has been answered
+    lines = told()
     assert "/v1/completions -> 200" in lines[0]
     assert "12 tokens of tiny" in lines[0]
     for service in (stack.gateway, stack.scheduler, stack.worker):

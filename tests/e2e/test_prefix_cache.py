@@ -114,6 +114,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
             worker.terminate()
         for worker in started.values():
             worker.process.wait(STOP_S)
+            worker.release_ports()
             print(f"---- worker, status {worker.process.returncode}\n{worker.log}")
         family.end()
 
