@@ -12,9 +12,10 @@ from services.worker.distributed.rendezvous import rank_name, ranks_of
 from services.worker.messages import Ended, Failed, Loading, Message, Ready, encode
 from services.worker.metrics import WorkerMetrics
 from services.worker.nodes import agreed, silence_s
-from services.worker.ranks import LocalRanks, Startup, fault
+from services.worker.ranks import LocalRanks, fault
 from services.worker.ring import Kind, RingFull
 from services.worker.settings import WorkerSettings
+from services.worker.startup import READY, Startup
 from services.worker.weights.folder import ModelFolder
 from shared.addresses import host_port
 from shared.admin import admin
@@ -138,7 +139,7 @@ class Follower:
             case Ready():
                 self._ready.add(rank)
                 if len(self._ready) == len(self._numbers):
-                    self._tell_phase("ready", 1.0)
+                    self._tell_phase(READY, 1.0)
             case Failed(peer=True):
                 self._lost_a_peer.add(rank)
             case Failed():

@@ -1,7 +1,6 @@
 """What the supervisor tells of its group's device: steps, idle time, memory, start-up. The requests are the scheduler's to count."""
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from services.worker.distributed.sums import Sums
 from services.worker.engine.interface import Memory
+from services.worker.startup import PhaseTimes
 from shared.metrics import COST_BUCKETS, STEP_BUCKETS
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -81,7 +81,7 @@ class WorkerMetrics:
             labels,
             registry=registry,
         )
-        self.startup = _Startup()
+        self.startup = _StartupTimes()
         self.rank_memory = _RankMemory()
         registry.register(self.startup)
         registry.register(self.rank_memory)
@@ -93,7 +93,7 @@ class WorkerMetrics:
     def node(self, engine: str, rank_pids: RankPids) -> Callable[[str, float], None]:
         """The series of a group's node beside the leader's, who counts the rest -> what hears how far its start-up has come."""
         self.rank_memory.pids[engine] = rank_pids
-        self.startup.groups[engine] = startup = _GroupStartup()
+        self.startup.groups[engine] = startup = PhaseTimes()
         return startup.advance
 
 
@@ -114,7 +114,7 @@ class GroupMetrics:
         self._memory = [
             {use: all_groups.device_memory.labels(engine, str(rank), use) for use in ("weights", "kv_cache")} for rank in range(ranks)
         ]
-        self._startup = all_groups.startup.groups[engine] = _GroupStartup()
+        self._startup = all_groups.startup.groups[engine] = PhaseTimes()
 
     def watch(self, ready: Callable[[], bool], queued_plans: Callable[[], int], rank_pids: RankPids) -> None:
         """What is read anew by each scrape, in a thread of its own."""
@@ -176,32 +176,9 @@ class GroupMetrics:
         self._streams.inc()
 
 
-class _GroupStartup:
-    """How long each phase of a group's start took, the current one so far; `ready` is where it ends."""
-
+class _StartupTimes(Collector):
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}  # of the phases that are over
-        self._phase, self._since = "", time.monotonic()
-        self.progress = 0.0
-
-    def advance(self, phase: str, progress: float) -> None:
-        now = time.monotonic()
-        if phase != self._phase:
-            if self._phase:
-                self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
-            self._phase, self._since = phase, now
-        self.progress = progress
-
-    def seconds(self) -> dict[str, float]:
-        phase, seconds = self._phase, dict(self._seconds)
-        if phase and phase != "ready":
-            seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - self._since
-        return seconds
-
-
-class _Startup(Collector):
-    def __init__(self) -> None:
-        self.groups: dict[str, _GroupStartup] = {}  # by engine
+        self.groups: dict[str, PhaseTimes] = {}  # by engine
 
     def collect(self) -> Iterable[Metric]:
         durations = GaugeMetricFamily(

@@ -139,27 +139,6 @@ class LocalRanks:
             self._tell(rank, decode(packet))
 
 
-class Startup:
-    """How far ranks have come: as far as the one that has entered the fewest phases."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[int, tuple[int, float, str]] = {}  # phases entered, progress in the last, and its name
-
-    def expect(self, rank: int, phase: str) -> None:
-        """The rank has not begun: `phase` says why."""
-        self._ranks[rank] = (0, 0.0, phase)
-
-    def advance(self, rank: int, phase: str, progress: float) -> None:
-        entered, _, before = self._ranks.get(rank, (0, 0.0, ""))
-        self._ranks[rank] = (entered + (phase != before), progress, phase)
-
-    @property
-    def slowest(self) -> tuple[str, float]:
-        """Phase and progress of the rank that is behind."""
-        _, progress, phase = min(self._ranks.values())
-        return phase, progress
-
-
 def _rendezvous(settings: WorkerSettings, scratch: Path) -> Rendezvous:
     ranks, nodes = settings.tensor_parallel_size, settings.nodes
     if nodes == 1:

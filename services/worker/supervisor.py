@@ -16,10 +16,11 @@ from services.worker.engine.interface import Facts
 from services.worker.execution import Execution, Result
 from services.worker.messages import Done, Ended, Failed, Loading, Message, Ready, ResetDone, Scored
 from services.worker.metrics import GroupMetrics
-from services.worker.ranks import GroupFailed, LocalRanks, Ranks, Startup, fault
+from services.worker.ranks import GroupFailed, LocalRanks, Ranks, fault
 from services.worker.remote import RemoteRanks
 from services.worker.ring import Kind
 from services.worker.settings import WorkerSettings
+from services.worker.startup import READY, Startup
 from shared.errors import LockstepError
 from shared.protocol.plan import Limits, Plan, check
 
@@ -176,7 +177,7 @@ class Supervisor:
             return
         (self.facts,) = facts
         self.limits = self.limits_of(self.facts)
-        self._enter("ready", 1.0)
+        self._enter(READY, 1.0)
         seconds = self.metrics.startup_seconds
         logger.info("ready in %.1f s: %s", sum(seconds.values()), ", ".join(f"{phase} {each:.2f}" for phase, each in seconds.items()))
         self._ready.set()

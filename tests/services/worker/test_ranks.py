@@ -1,17 +1,21 @@
-"""How far a start has come."""
+"""What the end of a rank means for its group."""
 
-from services.worker.ranks import Startup
+import pytest
+
+from services.worker.messages import Ended, Failed
+from services.worker.ranks import GroupFailed, fault
+from shared.errors import ConfigError, LockstepError
 
 
-def test_a_group_has_come_as_far_as_its_slowest_rank() -> None:
-    startup = Startup()
-    startup.advance(0, "starting ranks", 0.0)
-    startup.expect(1, "waiting for node 1")
-    assert startup.slowest == ("waiting for node 1", 0.0)
-    startup.advance(1, "starting ranks", 0.0)
-    startup.advance(0, "loading weights", 0.25)
-    assert startup.slowest == ("starting ranks", 0.0)
-    startup.advance(1, "loading weights", 0.5)
-    assert startup.slowest == ("loading weights", 0.25)
-    startup.advance(0, "capturing graphs", 0.0)
-    assert startup.slowest == ("loading weights", 0.5)
+@pytest.mark.parametrize(
+    "said, kind, words",
+    [
+        (Failed("dtype: int4 is none", config=True), ConfigError, "dtype: int4 is none"),
+        (Failed("out of memory", config=False), GroupFailed, "rank 1: out of memory"),
+        (Ended("by SIGKILL"), GroupFailed, "rank 1 ended by SIGKILL"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_told_from_a_fault(said: Failed | Ended, kind: type[LockstepError], words: str) -> None:
+    error = fault("1", said)
+    assert type(error) is kind
+    assert str(error) == words
