@@ -35,6 +35,7 @@ from benchmarks.virtual_fleet import Fleet, Load, Objectives
 from kernels.launch import allow_pdl
 from services.scheduler.policy import POLICIES, PolicyName
 from shared.errors import ConfigError, LockstepError
+from shared.process import settle_heap
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 Out = Annotated[Path, typer.Option(help="Folder for the JSON, the plots, and the logs of what is started.")]
@@ -110,6 +111,7 @@ def _planning(
 @app.command("crowd")
 def _crowd(repeats: Annotated[int, typer.Option(min=1, help="Of each crowd.")] = 30, out: Out = OUT) -> None:
     """What scheduler and worker compute for prompts that come together, before their step and after it."""
+    settle_heap()  # as the services do
     _finish(crowd(repeats), out)
 
 

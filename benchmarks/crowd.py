@@ -19,7 +19,6 @@ from services.scheduler.requests import Request
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.session import GatewaySession
 from services.scheduler.stream import step_result
-from shared.process import settle_heap
 from shared.protocol import execution_pb2, generation_pb2
 from shared.protocol.plan import Limits, Plan, check, decode, encode, ids_to_bytes
 from shared.protocol.submits import MAX_SUBMITS
@@ -40,7 +39,6 @@ class Times(NamedTuple):
 
 def crowd(repeats: int = 30) -> Report:
     """Prompts that nobody has asked before, of one new token each."""
-    settle_heap()  # as the services do
     rows: list[tuple[Value, ...]] = []
     raw: dict[str, object] = {}
     for prompts, tokens in CROWDS:

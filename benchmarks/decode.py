@@ -14,13 +14,15 @@ from benchmarks.served import Served
 from benchmarks.workload import fresh
 
 ROWS = (1, 8, 32, 128, 256)
-# "of the device": of the milliseconds, in which it computed; "together": the share of them in which ranks added up or gathered
+# "of the device": of the milliseconds, in which it computed; "host": in which it did not; "together": the share of them in which
+# ranks added up or gathered
 COLUMNS = (
     "model",
     "rows",
     "ms a step",
     "spread",
     "of the device",
+    "host us",
     "floor",
     "of the floor",
     "best peer",
@@ -44,12 +46,16 @@ def measure_decode(
             continue
         asked = prompts[:number]
         served.timed(asked, 2)  # whatever the first answer of this size compiles
+        first = served.steps()
         short = [served.timed(asked, 1) for _ in range(repeats)]
         before = served.steps()
         long = [served.timed(asked, 1 + tokens) for _ in range(repeats)]
         after = served.steps()
         step_ms = 1e3 * (median(long) - median(short)) / tokens
         decodes, decode_s = after.decodes - before.decodes, after.decode_s - before.decode_s
+        # Of long answers less that of short ones, on both sides: prefill and what each call begins and ends with count in neither.
+        device_s = (after.busy_s - before.busy_s) - (before.busy_s - first.busy_s)
+        host_us = 1e3 * step_ms - 1e6 * device_s / (repeats * tokens)
         floor_ms = 1e3 * decode_step_s(served.shape, number, context + tokens / 2, served.ceilings)
         peer_ms = served.peers.decode_ms.get(number) if served.peers else None
         agreed = served.check(asked)
@@ -60,6 +66,7 @@ def measure_decode(
                 step_ms,
                 f"{(max(long) - min(long)) / median(long):.1%}",
                 1e3 * decode_s / decodes if decodes else None,
+                host_us,
                 floor_ms,
                 f"{floor_ms / step_ms:.0%}",
                 peer_ms,

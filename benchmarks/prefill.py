@@ -8,9 +8,9 @@ from benchmarks.report import Value
 from benchmarks.served import Served, Way
 from benchmarks.workload import fresh
 
-# "of the device": of the milliseconds, in which it computed, in so many steps
+# "of the device": of the milliseconds, in which it computed, in so many steps; "host": in which it did not
 COLUMNS = (
-    *("model", "prompts", "tokens", "ms", "spread", "of the device", "steps"),
+    *("model", "prompts", "tokens", "ms", "spread", "of the device", "host ms", "steps"),
     *("TFLOP/s", "of a burst", "of sustained", "best peer ms", "peer / ours"),
 )
 PEERS_CASE = (16, 1024)
@@ -36,6 +36,7 @@ def measure_prefill(served: Served, prompts: int, length: int, repeats: int, raw
         print(f"{served.name}: of a prefill's ms: {middle}; of these in the rank, the host launches for {launch_ms:.2f}", flush=True)
         raw[f"{served.name} prefill's way"] = [way._asdict() for way in known]
     seconds, ceilings = median(times), served.ceilings
+    device_ms = 1e3 * (after.prefill_s - before.prefill_s) / repeats
     rate = prefill_operations(served.shape, [length] * prompts) / seconds
     peer_ms = served.peers.prefill_ms if served.peers and (prompts, length) == PEERS_CASE else None
     print(f"{served.name}: {prompts} prompts of {length} tokens are prefilled in {1e3 * seconds:.1f} ms", flush=True)
@@ -46,7 +47,8 @@ def measure_prefill(served: Served, prompts: int, length: int, repeats: int, raw
             length,
             1e3 * seconds,
             f"{(max(times) - min(times)) / seconds:.1%}",
-            1e3 * (after.prefill_s - before.prefill_s) / repeats,
+            device_ms,
+            1e3 * seconds - device_ms,
             (after.prefills - before.prefills) / repeats,
             rate / 1e12,
             f"{rate / ceilings.matrix:.0%}",
