@@ -58,7 +58,7 @@ def conversation(body: ConversationRequest, dialect: Dialect) -> Conversation:
 
 def _effort(asked: str | None) -> dict[str, str | bool]:
     """OpenAI's name for how much to think, as the variables that chat templates have for it."""
-    return {} if asked is None else {"reasoning_effort": asked, "enable_thinking": asked != "none"}
+    return {"reasoning_effort": asked, "enable_thinking": asked != "none"} if asked else {}
 
 
 def template_message(message: ChatMessage, dialect: Dialect) -> Message:

@@ -180,6 +180,7 @@ def test_a_conversation_goes_on_whatever_arguments_a_call_had(
     "sent, told",
     [
         ({}, {}),
+        ({"reasoning_effort": ""}, {}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
         (
