@@ -15,7 +15,7 @@ from services.worker.nodes import agreed, silence_s
 from services.worker.ranks import LocalRanks, fault
 from services.worker.ring import Kind, RingFull
 from services.worker.settings import WorkerSettings
-from services.worker.startup import READY, Startup
+from services.worker.startup import FIRST, READY, Startup
 from services.worker.weights.folder import ModelFolder
 from shared.addresses import host_port
 from shared.admin import admin
@@ -122,7 +122,7 @@ class Follower:
         logger.info("the leader has taken node %d in", self.settings.node_index)
         self._ranks = ranks = LocalRanks(self.settings, self._on_message)
         for rank in self._numbers:
-            self._advance(rank, "starting ranks", 0.0)
+            self._advance(rank, FIRST, 0.0)
         async for response in received(responses, "the leader", silence_s(self.settings)):
             for entry in response.entries.entries:
                 await written(ranks.write, Kind(entry.kind), entry.plan, entry.payload)

@@ -8,6 +8,7 @@ from services.worker.distributed.board import Place, Standing, not_begun
 from services.worker.messages import Ended, Failed, Loading, Ready, ResetDone, decode
 from services.worker.ranks import GroupFailed, Tell
 from services.worker.ring import CAPACITY, Kind
+from services.worker.startup import FIRST
 from shared.errors import LockstepError, ProtocolError
 from shared.protocol import nodes_pb2 as pb
 from shared.protocol.plan import MAX_PLAN_BYTES
@@ -53,7 +54,7 @@ class RemoteRanks:
         logger.info("node %d has joined", self.node)
         self.outbox.put(pb.NodesJoinResponse(welcome=pb.NodeWelcome(protocol_version=PROTOCOL_VERSION)))
         for rank in self.numbers:
-            self._tell(rank, Loading("starting ranks", 0.0))
+            self._tell(rank, Loading(FIRST, 0.0))
 
     def hear(self, request: pb.NodesJoinRequest) -> None:
         """What the node says. Raises ProtocolError for what it may not."""

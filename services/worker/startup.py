@@ -2,7 +2,7 @@
 
 import time
 
-READY = "ready"  # the phase in which a start ends
+FIRST, READY = "starting ranks", "ready"  # the phases in which a start begins and ends
 
 
 class Startup:

@@ -20,7 +20,7 @@ from services.worker.ranks import GroupFailed, LocalRanks, Ranks, fault
 from services.worker.remote import RemoteRanks
 from services.worker.ring import Kind
 from services.worker.settings import WorkerSettings
-from services.worker.startup import READY, Startup
+from services.worker.startup import FIRST, READY, Startup
 from shared.errors import LockstepError
 from shared.protocol.plan import Limits, Plan, check
 
@@ -35,7 +35,7 @@ class Supervisor:
     def __init__(self, settings: WorkerSettings, metrics: GroupMetrics) -> None:
         self.settings, self.metrics = settings, metrics
         self.phase = ""
-        self._enter("starting ranks", 0.0)
+        self._enter(FIRST, 0.0)
         self._startup = Startup()
         self.facts: Facts | None = None
         self.limits: Limits | None = None
