@@ -22,7 +22,9 @@ def test_sch_08_nothing_is_lost_while_everything_breaks(tmp_path: Path) -> None:
     show(outcome, seconds, before, after)
     assert not outcome.wrong
     assert outcome.requests == REQUESTS
-    assert outcome.ends["answered"] > REQUESTS / 2
+    refused = sum(times for end, times in outcome.ends.items() if "too many requests" in end)  # the more, the busier the machine
+    assert outcome.ends["answered"] > 0.8 * (REQUESTS - refused - outcome.ends["the client left"])
+    assert outcome.ends["answered"] > REQUESTS / 5
     assert outcome.breaks.total() >= 5
     assert after.gateway_descriptors <= before.gateway_descriptors + MORE_DESCRIPTORS
     assert after.leader_descriptors <= before.leader_descriptors + MORE_DESCRIPTORS
