@@ -1,12 +1,13 @@
 """Cases in which the engine plays given tokens: what matters is what the services make of them."""
 
 import asyncio
-import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -193,16 +194,25 @@ async def test_can_07_aborts_race_with_the_end(stack: Stack) -> None:
 
 
 def test_tok_09_tokens_cost_the_same_at_the_end_of_a_long_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """8000 tokens of one stream: the last thousand take at most twice as long as the second."""
+    """8000 tokens of one stream: the last thousand take at most twice the processors' time of the second."""
     model = tiny.weightless_model(tmp_path / "long", max_position_embeddings=16384)
-    script = {"default": {"ids": bytes_of(tokenizer, "a long answer, é 世 and on "), "repeat": True}}
+    phrase = "a long answer, é 世 and on "
+    thousand = 1000 * len(phrase) / len(phrase.encode())  # tokens, in characters
+    script = {"default": {"ids": bytes_of(tokenizer, phrase), "repeat": True}}
     with Stack(tmp_path, model=model, engine="scripted", script=script, worker_args=["--num-pages", "2000"]) as stack:
-        arrivals: list[float] = []
+        processes = [*(psutil.Process(service.pid) for service in (stack.gateway, stack.scheduler, stack.worker)), *stack.ranks()]
+
+        def spent() -> float:
+            return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+        marks, characters = [spent()], 0
         with stack.openai.completions.create(
             model="long", prompt=[5] * 4000, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
         ) as stream:
             for chunk in stream:
-                arrivals.extend([time.perf_counter()] * len(chunk.choices[0].text))
-    tenth = len(arrivals) // 8
-    early, late = arrivals[2 * tenth] - arrivals[tenth], arrivals[8 * tenth - 1] - arrivals[7 * tenth - 1]
-    assert late < 2 * early
+                characters += len(chunk.choices[0].text)
+                while characters >= len(marks) * thousand - len(phrase):  # the end may be in the middle of a character
+                    marks.append(spent())
+    print([round(after - before, 2) for before, after in pairwise(marks)])
+    assert len(marks) == 9
+    assert marks[8] - marks[7] < 2 * (marks[2] - marks[1])
