@@ -66,11 +66,11 @@ async def test_a_busy_event_loop_blames_no_peer() -> None:
         await came.wait()
         yield 2
 
-    messages = received(stream(), "the peer", silence_s=0.05)
+    messages = received(stream(), "the peer", silence_s=0.5)
     assert await anext(messages) == 1
     second = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0)
-    time.sleep(rpc.LATE_S + 0.1)  # nothing runs on this loop, while the peer goes on
+    time.sleep(0.5 + rpc.LATE_S + 0.1)  # nothing runs on this loop, while the peer goes on
     asyncio.get_running_loop().call_later(0.02, came.set)
     assert await second == 2
 

@@ -19,8 +19,8 @@ DURATION_S, RENEWAL_S = 0.2, 0.05
 NOBODY, NOBODY_ELSE = "127.0.0.1:1", "127.0.0.1:2"  # that nobody listens at
 
 
-def lease(folder: Path) -> FileLease:
-    return FileLease(folder / "lease", DURATION_S, RENEWAL_S)
+def lease(folder: Path, duration_s: float = DURATION_S) -> FileLease:
+    return FileLease(folder / "lease", duration_s, RENEWAL_S)
 
 
 @contextlib.asynccontextmanager
@@ -41,10 +41,11 @@ async def waits(task: "asyncio.Task[int]", for_s: float = 3 * DURATION_S) -> boo
 
 
 async def test_the_first_leads_at_once_and_a_second_waits_while_it_renews(tmp_path: Path) -> None:
-    first, second = lease(tmp_path), lease(tmp_path)
+    duration_s = 0.8  # in which even a busy machine renews
+    first, second = lease(tmp_path, duration_s), lease(tmp_path, duration_s)
     assert await first.acquire(NOBODY) == 1
     holding, waiting = asyncio.create_task(first.hold()), asyncio.create_task(second.acquire(NOBODY_ELSE))
-    assert await waits(waiting)
+    assert await waits(waiting, 1.5 * duration_s)
     holding.cancel()  # it is gone
     assert await asyncio.wait_for(waiting, 30) == 2
 
