@@ -25,6 +25,7 @@ async def kubernetes_api() -> AsyncIterator[client.ApiClient]:
             await config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
         else:
             config.load_incluster_config(client_configuration=settings)
+            settings.client_session_kwargs = {"trust_env": False}  # a proxy of the environment is for what is outside the cluster
     except config.ConfigException as error:
         raise ConfigError(f"no Kubernetes cluster: neither a pod's service account nor KUBECONFIG: {error}") from error
     async with client.ApiClient(settings) as api:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from services.worker import cpus
 from services.worker.distributed.board import Board, Standing
 from services.worker.distributed.rendezvous import Rendezvous
 from services.worker.engine.interface import RankSpec
@@ -164,7 +165,7 @@ def _spec(settings: WorkerSettings, rank: int, rendezvous: str, ring: int, bell:
         num_pages=settings.num_pages,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         slots=settings.max_num_seqs,
-        threads=settings.threads or max(1, len(os.sched_getaffinity(0)) * nodes // ranks),
+        threads=settings.threads or max(1, cpus.available() * nodes // ranks),
         rendezvous=rendezvous,
         ring_fd=ring,
         bell_fd=bell,

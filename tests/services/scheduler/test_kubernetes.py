@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2_grpc
-from kubernetes.aio import client
+from kubernetes.aio import client, config
 
 from services.scheduler import discovery
 from services.scheduler.kubernetes_api import kubernetes_api
@@ -208,6 +208,16 @@ async def test_what_is_known_holds_while_the_api_server_is_away(server: ApiServe
     await server.open()
     await until(lambda: len(told) == 3)
     assert told[-1].keys() == {"10.0.0.1:7200", "10.0.0.2:7200"}
+
+
+async def test_in_a_cluster_no_proxy_stands_before_the_api_server(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KUBECONFIG", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", f"http://{NOBODY}")
+    address = f"http://127.0.0.1:{server.port}"
+    monkeypatch.setattr(config, "load_incluster_config", lambda client_configuration: setattr(client_configuration, "host", address))
+    async with kubernetes_api() as api:
+        await client.DiscoveryV1Api(api).list_namespaced_endpoint_slice("models")
 
 
 async def test_without_a_cluster_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
