@@ -55,7 +55,7 @@ def measure_decode(
         decodes, decode_s = after.decodes - before.decodes, after.decode_s - before.decode_s
         # Of long answers less that of short ones, on both sides: prefill and what each call begins and ends with count in neither.
         device_s = (after.busy_s - before.busy_s) - (before.busy_s - first.busy_s)
-        host_us = 1e3 * step_ms - 1e6 * device_s / (repeats * tokens)
+        host_us = 1e6 * (sum(long) - sum(short) - device_s) / (repeats * tokens)
         floor_ms = 1e3 * decode_step_s(served.shape, number, context + tokens / 2, served.ceilings)
         peer_ms = served.peers.decode_ms.get(number) if served.peers else None
         agreed = served.check(asked)
