@@ -1,11 +1,11 @@
-{{- /* Names and labels. Components are told apart by `component`. */ -}}
+{{- /* Names and labels. Components are told apart by `component`. A release may have dots in its name, a Service may not. */ -}}
 
 {{- define "lockstep.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | replace "." "-" | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -79,6 +79,12 @@ metadata:
 
 {{- define "lockstep.serviceAccount" -}}
 {{- .settings.serviceAccount.name | default (ternary (include "lockstep.name" .) "default" .settings.serviceAccount.create) -}}
+{{- end -}}
+
+{{- /* Port of a URL as a number, given or its scheme's. */ -}}
+{{- define "lockstep.urlPort" -}}
+{{- $url := urlParse . -}}
+{{- regexFind ":[0-9]+$" $url.host | trimPrefix ":" | default (ternary "80" "443" (eq $url.scheme "http")) -}}
 {{- end -}}
 
 {{- /* Ports are the same in every installation: gRPC or HTTP, then admin. */ -}}

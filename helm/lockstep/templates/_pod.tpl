@@ -76,6 +76,30 @@ metadata:
   value: {{ include "lockstep.string" $value }}
 {{- end }}
 {{- end }}
+{{- range .extraEnv }}
+{{- if not (hasKey $env .name) }}
+{{ list . | toYaml }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* What every container of a program's pod has from the user, in an init container too. */ -}}
+{{- define "lockstep.envFrom" -}}
+{{- with .settings.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "lockstep.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- include "lockstep.strings" . | trim | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "lockstep.probe" -}}
@@ -112,14 +136,7 @@ priorityClassName: {{ . }}
 {{- with .settings.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
-{{- with .settings.nodeSelector }}
-nodeSelector:
-  {{- include "lockstep.strings" . | trim | nindent 2 }}
-{{- end }}
-{{- with .settings.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- include "lockstep.placement" .settings }}
 {{- with .settings.affinity }}
 affinity:
   {{- tpl (toYaml .) $root | nindent 2 }}
@@ -149,12 +166,8 @@ containers:
         containerPort: {{ index $ports 1 }}
     env:
       {{- include "lockstep.env" . | trim | nindent 6 }}
-      {{- with .extraEnv }}
-      {{- toYaml . | nindent 6 }}
-      {{- end }}
-    {{- with .settings.envFrom }}
-    envFrom:
-      {{- toYaml . | nindent 6 }}
+    {{- with include "lockstep.envFrom" . | trim }}
+    {{- . | nindent 4 }}
     {{- end }}
     {{- with .resources | default .settings.resources }}
     resources:
@@ -213,6 +226,7 @@ spec:
   {{- else }}
   minAvailable: {{ .settings.pdb.minAvailable }}
   {{- end }}
+  unhealthyPodEvictionPolicy: AlwaysAllow # what serves nobody holds up no drain of a node
   selector:
     matchLabels:
       {{- include "lockstep.selector" . | nindent 6 }}
@@ -267,18 +281,30 @@ spec:
     {{- tpl (toYaml .) $.root | nindent 4 }}
     {{- end }}
   egress:
-    - ports:
-        - port: 53
-          protocol: UDP
-        - port: 53
-          protocol: TCP
+    {{- include "lockstep.nameResolution" . | nindent 4 }}
     {{- with .egress }}
     {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with get .settings.settings "trace_endpoint" }}
+    - ports:
+        - port: {{ include "lockstep.urlPort" . }}
+          protocol: TCP
     {{- end }}
     {{- with .settings.networkPolicy.egress }}
     {{- tpl (toYaml .) $.root | nindent 4 }}
     {{- end }}
 {{- end }}
+{{- end -}}
+
+{{- /* A rule of egress. Policies see the port of the pod that answers: 5353 on OpenShift. */ -}}
+{{- define "lockstep.nameResolution" -}}
+- ports:
+    {{- range $port := list 53 5353 }}
+    {{- range $protocol := list "UDP" "TCP" }}
+    - port: {{ $port }}
+      protocol: {{ $protocol }}
+    {{- end }}
+    {{- end }}
 {{- end -}}
 
 {{- /* A peer of a network policy: the pods of a component. */ -}}

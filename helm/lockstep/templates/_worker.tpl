@@ -77,22 +77,27 @@ args:
   - {{ $source.repository | quote }}
   - {{ $source.revision | quote }}
   - {{ include "lockstep.modelPath" . | quote }}
-env:
-  - name: HOME
-    value: /tmp
-  - name: HF_HOME
-    value: /models/.cache
-  {{- with $source.endpoint }}
-  - name: HF_ENDPOINT
-    value: {{ . | quote }}
+env: # a proxy and its certificate authorities are named in extraEnv
+  {{- $env := dict "HOME" "/tmp" "HF_HOME" "/models/.cache" "HF_ENDPOINT" ($source.endpoint | default nil) }}
+  {{- range $name, $value := .Values.worker.extraEnv }}{{ $_ := set $env $name $value }}{{ end }}
+  {{- range $name, $value := $env }}
+  {{- if not (kindIs "invalid" $value) }}
+  - name: {{ $name | quote }}
+    value: {{ include "lockstep.string" $value }}
   {{- end }}
-  {{- with include "lockstep.hubSecret" . }}
+  {{- end }}
+  {{- with ternary "" (include "lockstep.hubSecret" .) (hasKey $env "HF_TOKEN") }}
   - name: HF_TOKEN
     valueFrom:
       secretKeyRef:
         name: {{ . }}
         key: {{ $source.secretKey }}
   {{- end }}
+{{- include "lockstep.envFrom" (dict "settings" .Values.worker) }}
+{{- with .Values.worker.resources }}
+resources:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .Values.worker.securityContext }}
 securityContext:
   {{- toYaml . | nindent 2 }}
@@ -102,6 +107,9 @@ volumeMounts:
     mountPath: /tmp
   - name: model
     mountPath: /models
+  {{- with .Values.worker.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end -}}
 
 {{- define "lockstep.cacheClaim" -}}

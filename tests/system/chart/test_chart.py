@@ -97,6 +97,8 @@ def check(objects: list[Object]) -> None:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
             assert all(isinstance(variable.get("value", ""), str) for variable in container.get("env", []))
+            variables = [variable["name"] for variable in container.get("env", [])]
+            assert len(variables) == len(set(variables))  # else Helm 4 cannot apply it
             writable = [mount["mountPath"] for mount in container.get("volumeMounts", []) if not mount.get("readOnly")]
             for variable in container.get("env", []):
                 if variable["name"].endswith(("HOME", "CACHE_DIR")):
@@ -177,6 +179,9 @@ def test_kinds_that_the_cluster_does_not_know_are_left_out(helm: Helm) -> None:
         ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker"),
         ({"tests": {"moveEnabled": True}}, "tests.moveEnabled"),
         ({"parallelism": {"tp": 2, "nodes": 2}, "worker": {"mode": "simulated"}}, "parallelism.nodes: 2"),
+        ({"fullnameOverride": "My_App"}, "fullnameOverride: objects would be called My_App-gateway"),
+        ({"commonLabels": {"app.kubernetes.io/instance": "a"}}, "app.kubernetes.io/instance is the chart's own"),
+        ({"worker": {"podLabels": {"app.kubernetes.io/component": "a"}}}, "app.kubernetes.io/component is the chart's own"),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_a_sentence(helm: Helm, values: Object, sentence: str) -> None:
@@ -286,6 +291,28 @@ def test_k8s_08_a_token_stands_in_a_secret_only(helm: Helm) -> None:
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "token"}}} in init["env"]
 
 
+def test_a_download_finds_the_way_out_that_the_worker_was_given(helm: Helm) -> None:
+    proxy, authorities = {"configMapRef": {"name": "proxy"}}, {"name": "authorities", "mountPath": "/etc/authorities"}
+    values = {
+        "model": {"source": merged(HUB, {"huggingFace": {"endpoint": "http://mirror:8080", "token": "a"}})},
+        "worker": {
+            "extraEnv": {"SSL_CERT_FILE": "/etc/authorities/ca.crt", "HF_TOKEN": "b"},
+            "envFrom": [proxy],
+            "extraVolumes": [{"name": "authorities", "configMap": {"name": "authorities"}}],
+            "extraVolumeMounts": [authorities],
+        },
+    }
+    objects = helm.objects(values)
+    check(objects)
+    (init,) = of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]["initContainers"]
+    env = {variable["name"]: variable["value"] for variable in init["env"]}
+    assert env.items() >= {"SSL_CERT_FILE": "/etc/authorities/ca.crt", "HF_TOKEN": "b", "HF_ENDPOINT": "http://mirror:8080"}.items()
+    assert init["envFrom"] == [proxy]
+    assert authorities in init["volumeMounts"]
+    assert {"port": 8080, "protocol": "TCP"} in egress_ports(objects, "worker")
+    assert {"port": 443, "protocol": "TCP"} in egress_ports(helm.objects({"model": {"source": HUB}}), "worker")
+
+
 def test_keys_are_mounted_from_a_secret(helm: Helm) -> None:
     keys = [{"name": "alice", "sha256": "0" * 64}]
     objects = helm.objects({"auth": {"keys": keys}})
@@ -339,6 +366,16 @@ def test_k8s_10_values_reach_the_container_as_they_are(helm: Helm) -> None:
     check(objects)
 
 
+def test_settings_win_over_what_the_chart_takes_from_the_pod(helm: Helm) -> None:
+    objects = helm.objects({"worker": {"settings": {"group": "a"}}, "scheduler": {"settings": {"advertise_host": "b"}}})
+    check(objects)
+    for (kind, component), variable in {
+        ("StatefulSet", "worker"): {"name": "LOCKSTEP_WORKER_GROUP", "value": "a"},
+        ("Deployment", "scheduler"): {"name": "LOCKSTEP_SCHEDULER_ADVERTISE_HOST", "value": "b"},
+    }.items():
+        assert variable in of_kind(objects, kind, component)["spec"]["template"]["spec"]["containers"][0]["env"]
+
+
 def test_k8s_11_a_setting_rolls_its_pods_and_no_others(helm: Helm) -> None:
     def templates(values: Object) -> dict[str, Object]:
         return {component: template for component, _, template in workloads(helm.objects(values))}
@@ -360,6 +397,13 @@ def test_selectors_do_not_change_with_values(helm: Helm) -> None:
                 "app.kubernetes.io/instance": "trial",
                 "app.kubernetes.io/component": component,
             }
+
+
+def test_names_are_those_that_services_may_have(helm: Helm) -> None:
+    objects = helm.objects(release="qwen3-0.6b")
+    assert of_kind(objects, "Service", "gateway")["metadata"]["name"] == "qwen3-0-6b-lockstep-gateway"
+    with pytest.raises(Refused, match="would be called 4b-lockstep-gateway"):
+        helm.template(release="4b")
 
 
 def test_scaled_workloads_name_no_replicas(helm: Helm) -> None:
@@ -416,6 +460,47 @@ def test_only_the_hops_that_exist_are_allowed(helm: Helm) -> None:
             if "podSelector" in peer
         }
     assert peers == {"gateway": {"scheduler"}, "scheduler": {"gateway", "scheduler", "worker"}, "worker": {"scheduler"}}
+
+
+def egress_ports(objects: list[Object], component: str) -> list[Object]:
+    return [port for rule in of_kind(objects, "NetworkPolicy", component)["spec"]["egress"] for port in rule["ports"]]
+
+
+def test_policies_open_what_the_values_name(helm: Helm) -> None:
+    traced = {"gateway": {"settings": {"trace_endpoint": "http://collector.tracing:4318"}}}
+    objects = helm.objects(merged(traced, {"monitoring": {"stack": {"enabled": True}}}))
+    assert {"port": 4318, "protocol": "TCP"} in egress_ports(objects, "gateway")
+    assert {"port": 4318, "protocol": "TCP"} not in egress_ports(objects, "scheduler")
+    for component in ("gateway", "scheduler", "worker", "prometheus", "grafana"):
+        names = [port["port"] for port in egress_ports(objects, component) if port.get("protocol") == "UDP"]
+        assert names == [53, 5353], component  # the second is OpenShift's, which policies see behind its Service
+
+
+def test_trials_run_where_gateways_may(helm: Helm) -> None:
+    place = {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"operator": "Exists"}]}
+    trials = [each["spec"] for each in helm.objects({"gateway": place}) if each["kind"] == "Pod"]
+    assert trials
+    assert all(trial.items() >= place.items() for trial in trials)
+
+
+def test_every_container_says_what_it_needs_as_a_quota_demands(helm: Helm) -> None:
+    objects = helm.objects({"model": {"source": HUB}, "monitoring": {"stack": {"enabled": True}}})
+    for spec in pod_specs(objects):
+        for container in spec["containers"] + spec.get("initContainers", []):
+            assert container["resources"]["requests"].keys() == {"cpu", "memory"}, container["name"]
+
+
+def test_the_cluster_may_choose_the_user(helm: Helm) -> None:
+    chosen = {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}
+    objects = helm.objects({"gateway": chosen, "scheduler": chosen, "worker": chosen, "monitoring": {"stack": {"enabled": True}}})
+    check(objects)
+    assert not any(spec["securityContext"].keys() & chosen["podSecurityContext"].keys() for spec in pod_specs(objects))
+
+
+def test_an_eviction_waits_for_no_pod_that_is_unready_anyway(helm: Helm) -> None:
+    objects = helm.objects({"gateway": {"pdb": {"enabled": True}}, "worker": {"pdb": {"enabled": True}}})
+    budgets = [each["spec"] for each in objects if each["kind"] == "PodDisruptionBudget"]
+    assert [budget["unhealthyPodEvictionPolicy"] for budget in budgets] == ["AlwaysAllow"] * 3
 
 
 def test_trials_reach_what_few_others_may(helm: Helm) -> None:

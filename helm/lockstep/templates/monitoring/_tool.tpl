@@ -12,14 +12,7 @@ imagePullSecrets:
 {{- end }}
 securityContext:
   {{- toYaml $values.gateway.podSecurityContext | nindent 2 }}
-{{- with .settings.nodeSelector }}
-nodeSelector:
-  {{- include "lockstep.strings" . | trim | nindent 2 }}
-{{- end }}
-{{- with .settings.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- include "lockstep.placement" .settings }}
 {{- end -}}
 
 {{- define "lockstep.toolContainer" -}}
@@ -70,11 +63,7 @@ spec:
         - {{- include "lockstep.peer" (dict "root" .root "component" "grafana") | nindent 10 }}
         {{- end }}
   egress:
-    - ports:
-        - port: 53
-          protocol: UDP
-        - port: 53
-          protocol: TCP
+    {{- include "lockstep.nameResolution" . | nindent 4 }}
     {{- toYaml .egress | nindent 4 }}
 {{- end }}
 {{- end -}}
