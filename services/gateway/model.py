@@ -36,7 +36,7 @@ class SamplingDefaults(BaseModel):
 
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=-1)  # -1 and 0 are off, as in a request
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION, le=MAX_REPETITION)
 

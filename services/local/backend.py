@@ -43,7 +43,7 @@ class Backend:
         self.admin_ports: dict[str, int] = {}  # by service: `scheduler`, and `worker` or with several groups `worker-0` ...
         self.groups: list[pb.WorkerGroup] = []  # as their workers describe them, once they are ready
         self._children: list[Child] = []
-        self._broken = False
+        self._broken = self._stopping = False
         names = ["worker"] if groups == 1 else [f"worker-{number}" for number in range(groups)]
         common = ("--model", str(model.absolute()), *worker)
         self._workers = [
@@ -85,6 +85,7 @@ class Backend:
 
     async def stop(self) -> None:
         """Ends all; their logs go too, unless they are kept or one of them broke."""
+        self._stopping = True
         for child in self._children:
             child.forward_from = logging.ERROR  # that others are gone is no news now
         for child in reversed(self._children):
@@ -100,6 +101,8 @@ class Backend:
         return ports["grpc"]
 
     async def _raise_end_of(self, child: Child) -> None:
+        if self._stopping:
+            raise ServiceEnded("closed, while something was still to be computed")
         await child.last_words()
         if child.ended.result() == ConfigError.exit_status:  # what does not fit is told in one line
             raise ConfigError(f"the {child.name}: {child.last_line}")

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from services.local.backend import Backend, ServiceEnded
 from services.local.progress import StartupProgress
-from services.local.prompts import InvalidPrompt, Prompt, Sampling, checked_ids, submit
+from services.local.prompts import InvalidPrompt, Prompt, Sampling, checked_ids, checked_text, submit
 from services.local.service import Service
 from services.local.session import Answer, Logprobs, OnProgress
 from shared.errors import ConfigError
@@ -62,10 +62,10 @@ class LLM:
     ) -> None:
         """Starts the model and returns when it can compute.
 
-        model: a folder in Hugging Face's layout; without a tokenizer in it, prompts are ids. groups: copies of the model, each of
-        `tensor_parallel_size` ranks. progress: shows bars on a terminal, lines elsewhere. logs: a folder in which the processes' logs
-        stay; None: they are kept only when something breaks. settings: the worker's, as `python -m services.worker --help` lists them,
-        with underscores. Raises ConfigError for what does not fit.
+        model: a folder in Hugging Face's layout; with `load_format="random"` it needs no tokenizer, prompts are ids then. groups: copies
+        of the model, each of `tensor_parallel_size` ranks. progress: shows bars on a terminal, lines elsewhere. logs: a folder in which
+        the processes' logs stay; None: they are kept only when something breaks. settings: the worker's, as
+        `python -m services.worker --help` lists them, with underscores. Raises ConfigError for what does not fit.
         """
         if groups < 1:
             raise ConfigError(f"groups: at least 1, got {groups}")
@@ -94,6 +94,8 @@ class LLM:
     def _open(self) -> Service:
         if not self._finalizer.alive:
             raise ServiceEnded("this LLM was closed: make a new one")
+        if not self._service.is_own:
+            raise ServiceEnded("this LLM belongs to the process that forked this one: make a new one here")
         return self._service
 
     @property
@@ -118,8 +120,8 @@ class LLM:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The model's, as transformers has it, with its chat template. Raises ConfigError for a model without."""
-        from transformers import PreTrainedTokenizerFast  # seconds that prompts of ids do not need
+        """The model's, as transformers has it, with its chat template. Raises ConfigError for a model without, or with an unusable one."""
+        from shared.tokenizer import load_tokenizer  # seconds that prompts of ids do not need
 
         found = self._open.run(self._open.files())
         if not any(file.name == "tokenizer.json" for file in found):
@@ -127,8 +129,7 @@ class LLM:
         with tempfile.TemporaryDirectory(prefix="lockstep-files-") as folder:
             for file in found:
                 (Path(folder) / file.name).write_bytes(file.data)
-            tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            return tokenizer
+            return load_tokenizer(Path(folder))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Completion]:
         """One completion for each prompt, in their order; any number of prompts, texts and lists of ids mixed.
@@ -142,17 +143,17 @@ class LLM:
         wanted = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
         if len(wanted) != len(prompts):
             raise InvalidPrompt(f"sampling: one for all prompts or one for each, got {len(wanted)} for {len(prompts)} prompts")
-        ids = [self._checked(index, prompt, each.max_tokens) for index, (prompt, each) in enumerate(zip(prompts, wanted, strict=True))]
-        submits = [submit(index, each, its) for index, (each, its) in enumerate(zip(ids, wanted, strict=True))]
+        ids = [self._checked(index, prompt) for index, prompt in enumerate(prompts)]
+        submits = [submit(index, each, its, self.max_length) for index, (each, its) in enumerate(zip(ids, wanted, strict=True))]
         with self._turn, self._bar(len(prompts)) as on_progress:
             answers = service.run(service.session.complete(submits, on_progress))
         return [self._completion(*each) for each in zip(prompts, ids, wanted, answers, strict=True)]
 
-    def _checked(self, index: int, prompt: Prompt, max_tokens: int) -> Int32s:
+    def _checked(self, index: int, prompt: Prompt) -> Int32s:
         """The prompt's ids. Raises InvalidPrompt."""
         if isinstance(prompt, str):
-            prompt = self.tokenizer.backend_tokenizer.encode(prompt).ids
-        return checked_ids(index, prompt, max_tokens, self.vocab_size, self.max_length)
+            prompt = self.tokenizer.backend_tokenizer.encode(checked_text(index, prompt)).ids
+        return checked_ids(index, prompt, self.vocab_size)
 
     def _completion(self, prompt: Prompt, prompt_ids: Int32s, sampling: Sampling, answer: Answer) -> Completion:
         assert answer.finish_reason is not None, "the session returns only answers that have ended"

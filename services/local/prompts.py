@@ -4,7 +4,7 @@ import contextlib
 import secrets
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ class Sampling:
 
     max_tokens: int = 256
     temperature: float = 1.0  # 0: the most likely token
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0 or -1: all
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None  # None: drawn anew for each prompt
@@ -45,8 +45,17 @@ class Sampling:
     cache_salt: str | None = None  # prefixes are shared among prompts of the same salt only
 
 
-def checked_ids(index: int, prompt: Sequence[int] | Int32s, max_tokens: int, vocab_size: int, max_length: int) -> Int32s:
-    """The ids `[tokens]` of prompt number `index`. Raises InvalidPrompt when they are none, or do not fit with so many more."""
+def checked_text(index: int, text: str) -> str:
+    """The text of prompt number `index`. Raises InvalidPrompt for one that no bytes stand for."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(f"prompt {index}: half of a surrogate pair at character {error.start} of the text") from error
+    return text
+
+
+def checked_ids(index: int, prompt: Sequence[int] | Int32s, vocab_size: int) -> Int32s:
+    """The ids `[tokens]` of prompt number `index`. Raises InvalidPrompt when they are none."""
     try:
         ids = _array(prompt)
     except (ValueError, OverflowError) as error:  # lists of different lengths in it, or numbers beyond all ids
@@ -55,20 +64,25 @@ def checked_ids(index: int, prompt: Sequence[int] | Int32s, max_tokens: int, voc
         raise InvalidPrompt(f"prompt {index}: a text or a list of at least one token id, got {_shown(prompt)}")
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise InvalidPrompt(f"prompt {index}: ids from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}")
-    if len(ids) + max_tokens > max_length:
-        raise InvalidPrompt(f"prompt {index}: {len(ids)} tokens and {max_tokens} more exceed the {max_length} that fit")
     return ids.astype(np.int32, copy=not isinstance(prompt, list))  # arrays may be the caller's own
 
 
-def submit(index: int, prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
-    """Raises InvalidPrompt for a value of the sampling that no message can hold; others are the scheduler's to refuse."""
+def submit(index: int, prompt_ids: Int32s, sampling: Sampling, max_length: int) -> pb.Submit:
+    """Raises InvalidPrompt for a value of the sampling that no message can hold, or more tokens than `max_length` with the prompt's;
+    other values are the scheduler's to refuse."""
     try:
-        return _message(prompt_ids, sampling)
+        message = _message(prompt_ids, sampling)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidPrompt(f"prompt {index}: its sampling has a value of the wrong kind or size: {error}; got {sampling}") from error
+    if len(prompt_ids) + message.max_tokens > max_length:
+        raise InvalidPrompt(f"prompt {index}: {len(prompt_ids)} tokens and {message.max_tokens} more exceed the {max_length} that fit")
+    return message
 
 
 def _message(prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
+    for each in fields(sampling):
+        if getattr(sampling, each.name) is None and each.default is not None:  # a message would have 0 in its place
+            raise TypeError(f"{each.name} is None")
     return pb.Submit(
         prompt_ids=ids_to_bytes(prompt_ids),
         max_tokens=sampling.max_tokens,
@@ -80,7 +94,7 @@ def _message(prompt_ids: Int32s, sampling: Sampling) -> pb.Submit:
         prompt_logprobs=sampling.prompt_logprobs,
         sampling=pb.Sampling(
             temperature=sampling.temperature,
-            top_k=sampling.top_k,
+            top_k=0 if sampling.top_k == -1 else sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ class Service:
 
     def __init__(self, backend: Backend, progress: StartupProgress) -> None:
         self.backend = backend
+        self._pid = os.getpid()
         self._loop = BackgroundLoop()
         self._opened = contextlib.AsyncExitStack()
         try:
@@ -40,13 +42,20 @@ class Service:
             self.close()
             raise
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it. One that was forked since has a copy without its thread, for which nothing would ever come."""
+        return os.getpid() == self._pid
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns or raises, on the loop. Raises ServiceEnded instead when a service ends."""
         return self._loop.run(self.backend.unless_ended(work))
 
     def close(self) -> None:
-        self._loop.run(self._stop())
-        self._loop.close()
+        """Ends all, if it is this process's own."""
+        if self.is_own:
+            self._loop.run(self._stop())
+            self._loop.close()
 
     async def files(self) -> list[ModelFile]:
         """Tokenizer, chat template and generation config, as the workers have them. Raises PeerLost."""

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.text.byte_level import BYTE_LEVEL, TokenBytes, decoder_kinds
 from services.gateway.text.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
 from services.gateway.text.token_texts import TokenTexts
-from shared.errors import ConfigError
+from shared.tokenizer import load_tokenizer
 
 MARK_DIGITS = 24  # drawn anew for each request, so that no user can guess a mark
 
@@ -46,13 +45,8 @@ class TextTokenizer:
 
     def __init__(self, folder: Path, max_length: int) -> None:
         """Reads the tokenizer's files; prompts are bounded by `max_length` tokens. Raises ConfigError when the files are unusable."""
-        try:
-            self.transformers = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"the model's tokenizer files cannot be loaded: {error}") from error
+        self.transformers = load_tokenizer(folder)
         self._tokenizer: Tokenizer = self.transformers.backend_tokenizer
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
         added = self.transformers.added_tokens_decoder
         template = self.chat_template or ""
         # An added token that is not special is a control token if the template writes it, as with <tool_call>.

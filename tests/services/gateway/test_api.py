@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from pydantic import ValidationError
 from tokenizers import processors
 
-from services.gateway.model import cache_folder
+from services.gateway.model import SamplingDefaults, cache_folder
 from shared.protocol.plan import ids_from_bytes
 from tests.services.gateway.conftest import EOS, Stack, assert_error, events
 from tests.services.gateway.scripted_scheduler import Script
@@ -380,6 +381,12 @@ async def test_smp_09_the_models_own_sampling_is_a_matter_of_a_setting(
             assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == pytest.approx(expected)
         assert (explicit.temperature, explicit.HasField("top_k"), explicit.repetition_penalty) == (0, False, 1)
         assert stack.scheduler.submits[0].max_tokens > 5
+
+
+def test_smp_09_a_model_may_switch_top_k_off_as_a_request_may() -> None:
+    assert SamplingDefaults.model_validate({"top_k": -1, "do_sample": True}).model_dump(exclude_none=True) == {"top_k": -1}
+    with pytest.raises(ValidationError):
+        SamplingDefaults.model_validate({"top_k": -2})
 
 
 async def test_cache_salt_reaches_the_scheduler(stack: Stack) -> None:

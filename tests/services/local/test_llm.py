@@ -89,7 +89,8 @@ def test_a_rendered_chat_is_a_prompt(llm: LLM) -> None:
 
 def test_each_prompt_has_its_own_sampling(llm: LLM) -> None:
     one = Sampling(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
-    same, again, other, short = llm.generate([[5, 6]] * 4, [one, one, Sampling(20, seed=8, ignore_eos=True), Sampling(1, temperature=0)])
+    unbounded = replace(one, top_k=-1)  # as in a request
+    same, again, other, short = llm.generate([[5, 6]] * 4, [one, unbounded, replace(one, seed=8), Sampling(1, temperature=0)])
     assert same.ids.tolist() == again.ids.tolist() != other.ids.tolist()
     assert len(short.ids) == 1
 
@@ -149,6 +150,8 @@ def test_threads_take_turns(llm: LLM) -> None:
         ([[5, tiny.VOCAB_SIZE]], f"the vocabulary has {tiny.VOCAB_SIZE}"),
         ([[-1]], "ids from -1 to -1"),
         ([[2**70]], "prompt 0: a text or a list"),
+        (["half a \ud800"], "prompt 0: half of a surrogate pair at character 7 of the text"),
+        ([""], "prompt 0: a text or a list"),  # no BOS either
         ([[5] * tiny.MAX_LENGTH], f"exceed the {tiny.MAX_LENGTH} that fit"),
     ],
 )
@@ -158,10 +161,22 @@ def test_a_prompt_that_cannot_be_is_refused_before_anything_is_computed(llm: LLM
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(-1), Sampling(1, top_k=2**40), Sampling(1, stop_token_ids=(2**40,)), Sampling(1, seed="x")])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(-1),
+        Sampling(None),  # type: ignore[arg-type]
+        Sampling("5"),  # type: ignore[arg-type]
+        Sampling(1, temperature=None),  # type: ignore[arg-type]
+        Sampling(1, top_k=2**40),
+        Sampling(1, stop_token_ids=(2**40,)),
+        Sampling(1, seed="x"),  # type: ignore[arg-type]
+        {"max_tokens": 1},
+    ],
+)
 def test_a_sampling_of_the_wrong_kind_is_refused_likewise(llm: LLM, sampling: Sampling) -> None:
     with pytest.raises(InvalidPrompt, match="prompt 0: its sampling has a value of the wrong kind or size"):
-        llm.generate([[5]], sampling)
+        llm.generate([[5]], [sampling])
 
 
 def test_no_prompts_are_no_completions(llm: LLM) -> None:
@@ -195,7 +210,11 @@ def test_several_groups_share_the_prompts(model: Path, script: Callable[..., Pat
         assert llm.admin_ports.keys() == {"scheduler", "worker-0", "worker-1"}
         completions = llm.generate([[5, number] for number in range(20)], Sampling(4))
         assert [each.ids.tolist() for each in completions] == [[40, 41, 40, 41]] * 20
-        llm.close()
+        closing = threading.Timer(0.3, llm.close)
+        closing.start()
+        with pytest.raises(ServiceEnded, match="closed"):
+            llm.generate([[5]] * 1000, Sampling(200))
+        closing.join()
         assert children() <= before
         with pytest.raises(ServiceEnded, match="was closed"):
             llm.generate([[5]])
@@ -247,19 +266,28 @@ def test_the_examples_of_the_documentation_run(model: Path, script: Callable[...
 
 
 ASK_TWICE = """
+import os
 import sys
 from services.local import LLM, Sampling
+from services.local.backend import ServiceEnded
 
 llm = LLM(sys.argv[1], engine="scripted", script=sys.argv[2])
 try:
     print("ready", flush=True)
     llm.generate([[5]] * 100, Sampling(200))
 except KeyboardInterrupt:
+    child = os.fork()
+    if not child:
+        try:
+            llm.generate([[5]], Sampling(2))
+        except ServiceEnded:
+            sys.exit(3)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     print(len(llm.generate([[5]], Sampling(2))[0].ids), flush=True)
 """
 
 
-def test_ctrl_c_gives_up_the_call_and_an_llm_that_nobody_closes_ends_with_python(
+def test_ctrl_c_gives_up_the_call_a_fork_has_no_llm_and_one_that_nobody_closes_ends_with_python(
     model: Path, script: Callable[..., Path], tmp_path: Path
 ) -> None:
     family = Family()
@@ -269,7 +297,7 @@ def test_ctrl_c_gives_up_the_call_and_an_llm_that_nobody_closes_ends_with_python
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=30)
-    assert (output, process.returncode) == ("2\n", 0), errors
+    assert (output, process.returncode) == ("3\n2\n", 0), errors
     assert errors.splitlines()[0] == "starting the worker"
     family.end()
 
