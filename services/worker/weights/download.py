@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from shared.command import exit_status
 from shared.errors import LockstepError
@@ -30,9 +29,10 @@ def download(repository: str, revision: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         snapshot_download(repository, revision=revision, local_dir=folder, allow_patterns=list(FILES), ignore_patterns=list(UNWANTED))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise DownloadError(f"{repository} at {revision}: {reason}: is the name right, and does HF_TOKEN allow it?") from error
+    except Exception as error:  # the hub's, its storage's, and whatever its HTTP client raises when a connection breaks: nothing in common
+        reason = " ".join(str(error).split()) or type(error).__name__
+        question = "is the name right, does HF_TOKEN allow it, is the hub within reach?"
+        raise DownloadError(f"{repository} at {revision}: {reason}: {question}") from error
     if not (folder / "config.json").exists():
         raise DownloadError(f"{repository} at {revision} has no config.json: it is no model that can be served")
 

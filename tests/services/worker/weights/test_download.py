@@ -90,7 +90,7 @@ def test_only_what_a_worker_reads_is_downloaded(hub: str, tmp_path: Path) -> Non
     assert set(Hub.asked) == wanted
 
 
-@pytest.mark.parametrize("repository, token", [("some/other", "secret"), ("some/model", "wrong")])
+@pytest.mark.parametrize("repository, token", [("some/other", "secret"), ("some/model", "wrong"), ("no/such/name", "secret")])
 def test_a_refusal_is_one_line_that_names_the_repository(hub: str, tmp_path: Path, repository: str, token: str) -> None:
     done = download(hub, repository, tmp_path, token)
     assert done.returncode == 1
