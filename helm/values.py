@@ -186,7 +186,7 @@ class Ingress(Values):
     """IngressClass."""
     host: str = ""
     """Host name; empty: any."""
-    path: str = "/"
+    path: str = Field(default="/", pattern="^/")
     """Path prefix."""
     tlsSecret: str | None = None
     """Secret with the host's certificate."""
@@ -517,7 +517,7 @@ class Chart(Values):
     """Address that programs listen on; `::` where the cluster is IPv6 only."""
     logLevel: Literal["debug", "info", "warning", "error"] = "info"
     """Of every program."""
-    clusterDomain: str = "cluster.local"
+    clusterDomain: str = Field(default="cluster.local", min_length=1)
     """DNS domain of the cluster."""
     model: Model = Model()
     """What is served."""

@@ -179,6 +179,7 @@ def test_kinds_that_the_cluster_does_not_know_are_left_out(helm: Helm) -> None:
         ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker"),
         ({"tests": {"moveEnabled": True}}, "tests.moveEnabled"),
         ({"parallelism": {"tp": 2, "nodes": 2}, "worker": {"mode": "simulated"}}, "parallelism.nodes: 2"),
+        ({"worker": {"updateStrategy": {"type": "Recreate"}}}, "worker.updateStrategy.type: Recreate is none"),
         ({"fullnameOverride": "My_App"}, "fullnameOverride: objects would be called My_App-gateway"),
         ({"commonLabels": {"app.kubernetes.io/instance": "a"}}, "app.kubernetes.io/instance is the chart's own"),
         ({"worker": {"podLabels": {"app.kubernetes.io/component": "a"}}}, "app.kubernetes.io/component is the chart's own"),
@@ -200,6 +201,8 @@ def test_values_that_cannot_work_are_refused_with_a_sentence(helm: Helm, values:
         ({"gateway": {"extraArgs": "--port 1"}}, "extraArgs"),
         ({"scheduler": {"image": {"pullPolicy": "Sometimes"}}}, "pullPolicy"),
         ({"model": {"servedNames": []}}, "servedNames"),
+        ({"gateway": {"ingress": {"path": "v1"}}}, "path"),
+        ({"clusterDomain": ""}, "clusterDomain"),
         ({"gateway": {"extraEnv": [{"name": "A", "value": "1"}]}}, "extraEnv"),
     ],
 )
