@@ -125,6 +125,7 @@ class DecoderFields(BaseFields):
     hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: float = Field(gt=0)
     max_position_embeddings: PositiveInt
+    original_max_position_embeddings: PositiveInt | None = None
     tie_word_embeddings: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
@@ -150,7 +151,13 @@ class DecoderFields(BaseFields):
             kv_heads=kv_heads,
             head_dim=head_dim,
             norm_eps=self.rms_norm_eps,
-            rope=read_rope(self.rope_parameters, self.rope_scaling, self.rope_theta, self.max_position_embeddings),
+            rope=read_rope(
+                self.rope_parameters,
+                self.rope_scaling,
+                self.rope_theta,
+                self.max_position_embeddings,
+                self.original_max_position_embeddings,
+            ),
             tied_embeddings=self.tie_word_embeddings,
             windows=(None,) * self.num_hidden_layers,
         )

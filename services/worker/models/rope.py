@@ -81,6 +81,7 @@ class YarnRope(Rope):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    finetuned: bool | None = None  # whether the model was trained so: of no effect
     llama_4_scaling_beta: float | None = None  # Ministral's: queries grow with the logarithm of their position
 
     @property
@@ -92,15 +93,20 @@ AnyRope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 _ADAPTER: TypeAdapter[AnyRope] = TypeAdapter(Annotated[AnyRope, Field(discriminator="rope_type")])
 
 
-def read_rope(parameters: dict[str, Any] | None, scaling: dict[str, Any] | None, theta: float, max_position_embeddings: int) -> AnyRope:
-    """From the raw `rope_parameters`, `rope_scaling` (which wins) and `rope_theta`. Raises pydantic's ValidationError."""
+def read_rope(
+    parameters: dict[str, Any] | None, scaling: dict[str, Any] | None, theta: float, max_positions: int, original_positions: int | None
+) -> AnyRope:
+    """From the raw `rope_parameters`, `rope_scaling` (which wins), and what stands beside them: `rope_theta` (theirs wins),
+    `max_position_embeddings` and `original_max_position_embeddings` (which win). Raises pydantic's ValidationError."""
     values = {key: value for key, value in (scaling or parameters or {}).items() if value is not None}
     kind = values.pop("type", "default")
     values.setdefault("rope_type", kind)
     values.setdefault("rope_theta", theta)
-    values["max_position_embeddings"] = max_position_embeddings
+    values["max_position_embeddings"] = max_positions
     if values["rope_type"] in ("llama3", "yarn"):
-        values.setdefault("original_max_position_embeddings", max_position_embeddings)
+        if original_positions is not None:
+            values["original_max_position_embeddings"] = original_positions
+        values.setdefault("original_max_position_embeddings", max_positions)
     if values["rope_type"] == "yarn":
-        values.setdefault("factor", max_position_embeddings / values["original_max_position_embeddings"])
+        values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
     return _ADAPTER.validate_python(values)

@@ -50,6 +50,8 @@ class _Ends(_Fields):
 
 
 class _TokenizerConfig(_Fields):
+    """Of tokenizer_config.json and, older, special_tokens_map.json."""
+
     eos_token: str | None = None
 
     @field_validator("eos_token", mode="before")
@@ -63,8 +65,21 @@ class _AddedToken(_Fields):
     content: str
 
 
+class _TokenizerModel(_Fields):
+    vocab: dict[str, TokenId] | list[Any] | None = None  # by id in a Unigram model: a piece and its score each
+
+
 class _Tokenizer(_Fields):
     added_tokens: list[_AddedToken] = []
+    model: _TokenizerModel = _TokenizerModel()
+
+    def id_of(self, token: str) -> int | None:
+        """None for a token that is none."""
+        if (found := next((added.id for added in self.added_tokens if added.content == token), None)) is not None:
+            return found
+        if isinstance(self.model.vocab, dict):
+            return self.model.vocab.get(token)
+        return next((id_ for id_, piece in enumerate(self.model.vocab or ()) if isinstance(piece, list) and piece[:1] == [token]), None)
 
 
 class ModelFolder:
@@ -82,28 +97,34 @@ class ModelFolder:
         """What gateways need: tokenizer, chat template, generation config. Of random weights nobody expects text."""
         files = [ModelFile(name, (self.path / name).read_bytes()) for name in TEXT_FILES if (self.path / name).is_file()]
         if self.load_format != "random" and not any(file.name == "tokenizer.json" for file in files):
-            raise ConfigError(f"{self.path}: no tokenizer.json")
+            slow = (self.path / "tokenizer.model").is_file()
+            told = ", and tokenizer.model is not read: let transformers save the tokenizer, which makes one of it" if slow else ""
+            raise ConfigError(f"{self.path}: no tokenizer.json{told}")
         return files
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """The union of what config.json, generation_config.json and the tokenizer call the end: each may name one of its own."""
         config, generation = self._fields(_Ends, "config.json"), self._fields(_Ends, "generation_config.json")
-        token = self._fields(_TokenizerConfig, "tokenizer_config.json").eos_token
-        found = {added.id for added in self._fields(_Tokenizer, "tokenizer.json").added_tokens if added.content == token}
+        named = [self._fields(_TokenizerConfig, name).eos_token for name in ("tokenizer_config.json", "special_tokens_map.json")]
+        token = next(filter(None, named), None)
+        tokenizer = self._fields(_Tokenizer, "tokenizer.json")
+        found = set() if token is None or (id_ := tokenizer.id_of(token)) is None else {id_}
         for ends in (config, config.text_config, generation):
             found.update(ends.eos_token_id if ends else [])
         return tuple(sorted(found))
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The checkpoint's tensors by name, file after file; none when weights are random."""
+        """The checkpoint's tensors by name, file after file; none when weights are random. Of one that is in two files, the index's."""
         found: dict[str, StoredTensor] = {}
         for file in self.weight_files:
             for name, tensor in read_header(file).items():
-                if name in found:
+                owner = self._index.get(name)
+                if name in found and owner not in (found[name].file.name, file.name):
                     raise ConfigError(f"{name} is in {found[name].file.name} and in {file.name}")
-                found[name] = tensor
+                if name not in found or owner == file.name:
+                    found[name] = tensor
         return found
 
     @cached_property
@@ -114,7 +135,7 @@ class ModelFolder:
         for name in QUANTISED:
             if (self.path / name).is_file():
                 raise ConfigError(f"{self.path}: {name} says that the weights are quantised, which is not supported")
-        if (self.path / INDEX).is_file():
+        if self._index:
             return self._indexed()
         single = self.path / "model.safetensors"
         files = [single] if single.is_file() else sorted(self.path.glob("model*.safetensors"))
@@ -133,11 +154,18 @@ class ModelFolder:
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def _indexed(self) -> list[Path]:
+    @cached_property
+    def _index(self) -> dict[str, str]:
+        """From tensors to files; empty without an index."""
+        if not (self.path / INDEX).is_file():
+            return {}
         weight_map = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{self.path / INDEX}: no weight_map from tensors to files")
-        names = sorted(set(weight_map.values()))
+        return weight_map
+
+    def _indexed(self) -> list[Path]:
+        names = sorted(set(self._index.values()))
         for name in names:
             if name != Path(name).name or not (self.path / name).is_file():
                 raise ConfigError(f"{self.path}: no {name}, which {INDEX} names")

@@ -64,6 +64,17 @@ def test_theta_and_scaling_beside_each_other_as_transformers_4_wrote_them(tmp_pa
     check(checkpoint("llama"), PROMPTS, outcome)
 
 
+def test_the_original_context_beside_the_parameters_of_a_rotary_embedding_wins(tmp_path: Path, group: Groups) -> None:
+    def outside(config: dict[str, Any]) -> None:
+        config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "finetuned": True}
+        config["original_max_position_embeddings"] = 32
+        del config["rope_parameters"]
+
+    folder = edit_config(remade("llama", tmp_path / "outside"), outside)
+    (outcome,) = group(1).run(Job(folder, PROMPTS, 4))
+    check(folder, PROMPTS, outcome)
+
+
 def test_mod_01_tied_embeddings(tmp_path: Path, checkpoint: Checkpoint, group: Groups, caplog: pytest.LogCaptureFixture) -> None:
     def with_a_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {**tensors, "lm_head.weight": torch.ones_like(tensors["model.embed_tokens.weight"])}

@@ -60,10 +60,28 @@ def test_an_index_names_files_of_its_own_folder(folder, weight_map):
         _ = ModelFolder(folder).weight_files
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path):
+def test_a_tensor_in_two_files_is_refused_where_no_index_names_it(tmp_path):
     folder = write(tmp_path / "model", {"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(2)})
+    (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match=r"a is in model-00000-of-00002\.safetensors and in model-00001"):
         _ = ModelFolder(folder).tensors
+
+
+def test_of_a_tensor_in_two_files_the_one_counts_that_the_index_names(tmp_path):
+    folder = write(tmp_path / "model", {"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(2, 3), "c": torch.ones(2)})
+    names = [file.name for file in ModelFolder(folder).weight_files]
+    index = folder / "model.safetensors.index.json"
+    for owner, shape in zip(names, [(2,), (2, 3)], strict=True):
+        index.write_text(json.dumps({"weight_map": {"a": owner, "b": names[0], "c": names[1]}}))
+        tensors = ModelFolder(folder).tensors
+        assert tensors.keys() == {"a", "b", "c"}
+        assert (tensors["a"].file.name, tensors["a"].shape) == (owner, shape)
+
+
+def test_a_tokenizer_of_sentencepiece_alone_says_what_to_do(folder):
+    (folder / "tokenizer.model").touch()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json, and tokenizer\.model is not read: let transformers save"):
+        _ = ModelFolder(folder).text_files
 
 
 def test_the_fingerprint_covers_shapes_and_dtypes_and_tells_random_weights(tmp_path):
@@ -105,8 +123,26 @@ def test_eos_ids_are_united_from_every_file_that_names_one(folder):
 
 
 @pytest.mark.parametrize(
+    "model", [{"vocab": {"<a>": 1, "<end>": 4}}, {"vocab": [["<a>", 0.0], ["<b>", 0.0], ["<c>", 0.0], ["<d>", 0.0], ["<end>", -1.5]]}]
+)
+@pytest.mark.parametrize("named_by", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_the_tokenizers_end_may_be_a_piece_of_its_vocabulary_and_named_by_either_file(folder, model, named_by):
+    (folder / named_by).write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
+    assert ModelFolder(folder).eos_ids == (4,)
+
+
+def test_an_end_that_is_no_token_is_none(folder):
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<end>"}))
+    assert ModelFolder(folder).eos_ids == ()
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": None}}))
+    assert ModelFolder(folder).eos_ids == ()
+
+
+@pytest.mark.parametrize(
     "name, content, message",
     [
+        ("tokenizer.json", {"model": {"vocab": {"<end>": -1}}}, "model.vocab"),
         ("config.json", {"eos_token_id": "</s>"}, "eos_token_id.0 is '</s>', but input should be a valid integer"),
         ("config.json", {"text_config": 3}, "text_config is 3, but input should be a valid dictionary"),
         ("generation_config.json", {"eos_token_id": [2, None]}, "eos_token_id.1 is None"),
