@@ -265,13 +265,13 @@ class Cluster:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
 
 
-def endpoint_slice(service: str, endpoints: Mapping[str, bool], port: int, name: str | None = None) -> Object:
+def endpoint_slice(service: str, endpoints: Mapping[str, bool], port: int, name: str | None = None, family: str = "IPv4") -> Object:
     """A slice of a Service; endpoints: host -> whether it is terminating."""
     return {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
         "metadata": {"name": name or f"{service}-abc", "labels": {"kubernetes.io/service-name": service}},
-        "addressType": "IPv4",
+        "addressType": family,
         "ports": [{"name": "grpc", "port": port, "protocol": "TCP"}],
         "endpoints": [
             {

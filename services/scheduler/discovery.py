@@ -24,9 +24,17 @@ EXPIRED = 410  # what a watch has seen last is too old to go on from: list anew
 
 
 def endpoints(slices: Iterable[client.V1EndpointSlice], service: str) -> dict[str, Endpoint]:
-    """Of all slices together. A pod that is in two of them, one being newer, is terminating if either says so."""
+    """Of all slices together. A pod that is in two of them, one being newer, is terminating if either says so.
+
+    A Service of both families has each pod twice, under two addresses, and two streams to one group would take it from each other: IPv4
+    counts then.
+    """
+    listed = [each for each in slices if each.endpoints]
+    families = {each.address_type for each in listed}
     found: dict[str, Endpoint] = {}
-    for each in slices:
+    for each in listed:
+        if each.address_type == "IPv6" and "IPv4" in families:
+            continue
         port = next((port.port for port in each.ports or () if port.name == PORT), None)
         if port is None:
             continue

@@ -178,6 +178,15 @@ async def test_workers_come_end_and_go(server: ApiServer, told: list[Endpoints])
     await until(lambda: told[-1] == {})
 
 
+async def test_a_pod_of_two_families_is_one_worker(server: ApiServer, told: list[Endpoints]) -> None:
+    await server.put("endpointslices", "models", endpoint_slice("workers", {"fd00::1": False}, 7200, "workers-6", "IPv6"))
+    await until(lambda: told[-1].keys() == {"[fd00::1]:7200"})
+    await server.put("endpointslices", "models", endpoint_slice("workers", {"10.0.0.1": False}, 7200, "workers-4"))
+    await until(lambda: told[-1].keys() == {"10.0.0.1:7200"})
+    await server.delete("endpointslices", "models", "workers-4")
+    await until(lambda: told[-1].keys() == {"[fd00::1]:7200"})
+
+
 async def test_after_a_compaction_all_is_listed_anew(server: ApiServer, told: list[Endpoints]) -> None:
     await server.forget_events()
     await until(lambda: sum("endpointslices" in request for request in server.requests) >= 4)  # list, watch, list, watch
