@@ -8,7 +8,8 @@ from shared.errors import ConfigError
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """As transformers has it, but for what the file says of padding and truncation: a prompt's ids are those of its text, no more, no less.
+    """As transformers has it, but for what the files say of padding, truncation and blanks before punctuation: a prompt's ids are those
+    of its text, no more, no less, and an answer's text is that of its ids.
 
     Raises ConfigError for files that are no tokenizer, or one of a kind that the installed packages do not know.
     """
@@ -18,4 +19,5 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise ConfigError(f"the model's tokenizer files cannot be loaded: {error}") from error
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.clean_up_tokenization_spaces = False
     return tokenizer

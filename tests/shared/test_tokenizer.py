@@ -31,6 +31,15 @@ def test_a_prompt_is_neither_cut_nor_padded_whatever_its_file_says(tmp_path: Pat
     assert load_tokenizer(tmp_path).backend_tokenizer.encode(TEXT).ids == ids
 
 
+def test_blanks_before_punctuation_stay_whatever_a_file_says(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path)
+    also = {"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}
+    edit(tmp_path / "tokenizer_config.json", clean_up_tokenization_spaces=True, **also)
+    tokenizer = load_tokenizer(tmp_path)
+    text = "x != y , a . b , it 's"
+    assert tokenizer.decode(tokenizer.backend_tokenizer.encode(text).ids, skip_special_tokens=True) == text
+
+
 @pytest.mark.parametrize(
     "name, content",
     [
