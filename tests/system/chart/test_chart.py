@@ -13,6 +13,7 @@ import yaml
 from allpairspy import AllPairs
 
 from helm.generate import generated
+from services.gateway.settings import GatewaySettings
 from tests.system.chart.conftest import CHART, ROOT, Helm, Object, Refused, merged, of_kind, pod_specs, workloads
 
 HUB = {"type": "huggingFace", "huggingFace": {"repository": "Qwen/Qwen3-0.6B"}}
@@ -607,8 +608,11 @@ def test_notes_lead_to_an_answer_and_warn(helms: dict[str, Helm]) -> None:
 
 
 def test_str_09_an_ingress_of_nginx_neither_collects_streams_nor_cuts_them_off(helm: Helm) -> None:
-    objects = helm.objects({"gateway": {"ingress": {"enabled": True, "preset": "nginx", "host": "llm.example.com"}}})
-    (ingress,) = (each for each in objects if each["kind"] == "Ingress")
-    annotations = ingress["metadata"]["annotations"]
+    ingress = {"gateway": {"ingress": {"enabled": True, "preset": "nginx", "host": "llm.example.com"}}}
+    annotations = of_kind(helm.objects(ingress), "Ingress")["metadata"]["annotations"]
     assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
     assert int(annotations["nginx.ingress.kubernetes.io/proxy-read-timeout"]) >= 600
+    body = "nginx.ingress.kubernetes.io/proxy-body-size"
+    assert int(annotations[body]) > GatewaySettings.model_fields["max_body_bytes"].default  # who is refused learns it from the gateway
+    larger = merged(ingress, {"gateway": {"settings": {"max_body_bytes": 1 << 26}}})
+    assert int(of_kind(helm.objects(larger), "Ingress")["metadata"]["annotations"][body]) > 1 << 26
