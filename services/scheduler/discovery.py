@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kubernetes.aio import client, watch
 
-from services.scheduler.kubernetes_api import TIMEOUT_S, UNREACHABLE
+from services.scheduler.kubernetes_api import TIMEOUT_S, UNREACHABLE, in_words
 from services.scheduler.workers import Endpoint, Endpoints
 from shared.addresses import host_port
 
@@ -93,7 +93,7 @@ async def follow(api: client.ApiClient, namespace: str, service: str, on_change:
         except UNREACHABLE as error:
             gone = isinstance(error, client.ApiException) and error.status == EXPIRED
             if not gone and not away:
-                logger.warning("the API server cannot be asked for the workers, those known stay: %s", " ".join(str(error).split())[:300])
+                logger.warning("the API server cannot be asked for the workers, those known stay: %s", in_words(error))
                 away = True
         await asyncio.sleep(began + RETRY_S - time.monotonic())
 

@@ -10,10 +10,17 @@ from kubernetes.aio import client, config
 from shared.errors import ConfigError
 
 TIMEOUT_S = 5.0  # of one call
+MAX_REASON = 400  # characters
 
 # What a call may end with while the API server is away, overloaded or being replaced, or while something before it answers in its place
 # (ValueError: what came cannot be read). None of it is a reason to change anything.
 UNREACHABLE = (client.ApiException, aiohttp.ClientError, TimeoutError, OSError, ValueError)
+
+
+def in_words(error: BaseException) -> str:
+    """In one line why a call failed. Of an answer what the API server says, not its headers, which the library puts before it."""
+    text = f"{error.status} {error.reason}: {error.body or ''}" if isinstance(error, client.ApiException) else str(error)
+    return " ".join(text.split())[:MAX_REASON] or type(error).__name__
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from kubernetes.aio import client
 
 from services.scheduler.heartbeat import answers
-from services.scheduler.kubernetes_api import TIMEOUT_S, UNREACHABLE
+from services.scheduler.kubernetes_api import TIMEOUT_S, UNREACHABLE, in_words
 from services.scheduler.leadership import SteppedDown
 from shared.errors import PeerLost
 
@@ -67,7 +67,7 @@ class KubernetesLease:
                 if await self._write(lease, epoch, self._address):  # else a renewal of ours, or whoever leads now, came in between
                     return
         except UNREACHABLE as error:
-            raise PeerLost(f"epoch {epoch} cannot be taken without the API server: {_line(error)}") from error
+            raise PeerLost(f"epoch {epoch} cannot be taken without the API server: {in_words(error)}") from error
 
     async def hold(self) -> None:
         while True:
@@ -89,7 +89,7 @@ class KubernetesLease:
                 if await self._write(lease, self._epoch, ""):  # else our last renewal arrived in between
                     return
         except UNREACHABLE as error:
-            logger.warning("the lease cannot be given up, and will run out: %s", _line(error))
+            logger.warning("the lease cannot be given up, and will run out: %s", in_words(error))
 
     def _check(self, lease: client.V1Lease | None) -> None:
         """Raises SteppedDown when a higher epoch than ours is there, or ours in other hands."""
@@ -137,7 +137,7 @@ class KubernetesLease:
         """Once, whatever causes follow the first: those of an API server that is away take turns."""
         if what != self._told:
             self._told = what
-            logger.info("%s%s", what or "the lease is renewed again", f": {_line(cause)}" if cause else "")
+            logger.info("%s%s", what or "the lease is renewed again", f": {in_words(cause)}" if cause else "")
 
 
 def _version(lease: client.V1Lease | None) -> str | None:
@@ -153,7 +153,3 @@ def _epoch(lease: client.V1Lease | None) -> int:
     """0 when nobody ever led. Somebody else's lease, or one that was edited, counts as none."""
     text = _annotation(lease, EPOCH)
     return int(text) if text.isdecimal() and len(text) < 20 else 0
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

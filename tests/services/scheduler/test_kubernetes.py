@@ -1,6 +1,7 @@
 """Lease and discovery by the real client library, over HTTP, against a small API server."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from kubernetes.aio import client, config
 
 from services.scheduler import discovery
-from services.scheduler.kubernetes_api import kubernetes_api
+from services.scheduler.kubernetes_api import in_words, kubernetes_api
 from services.scheduler.kubernetes_lease import KubernetesLease
 from services.scheduler.leadership import SteppedDown
 from services.scheduler.workers import Endpoint, Endpoints
@@ -227,6 +228,16 @@ async def test_in_a_cluster_no_proxy_stands_before_the_api_server(server: ApiSer
     monkeypatch.setattr(config, "load_incluster_config", lambda client_configuration: setattr(client_configuration, "host", address))
     async with kubernetes_api() as api:
         await client.DiscoveryV1Api(api).list_namespaced_endpoint_slice("models")
+
+
+def test_a_refusal_is_told_with_what_the_api_server_says() -> None:
+    message = 'endpointslices.discovery.k8s.io is forbidden: User "system:serviceaccount:models:lockstep-scheduler" cannot list resource'
+    error = client.ApiException(403, "Forbidden")
+    error.headers = {"Audit-Id": "a" * 400}
+    error.body = f'{{"kind":"Status","apiVersion":"v1","metadata":{{}},"status":"Failure",\n"message":{json.dumps(message)}}}'
+    assert "cannot list resource" in in_words(error)
+    assert "Audit-Id" not in in_words(error)
+    assert in_words(TimeoutError()) == "TimeoutError"
 
 
 async def test_without_a_cluster_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
