@@ -21,7 +21,7 @@ from services.gateway.merged_metrics import MergedRegistry
 from services.gateway.server import LAST_WORDS_S, serve
 from services.gateway.settings import GatewaySettings
 from shared.admin import admin
-from shared.errors import LockstepError
+from shared.errors import ConfigError, LockstepError
 from shared.ports import port_of, reserve
 from shared.process import write_ports
 from shared.service import run_with
@@ -107,12 +107,15 @@ class _Family:
         self._children[number] = Child(number, process, ports_file)
 
     async def _keep(self, number: int) -> None:
-        """Starts the process again whenever it has died. Raises LockstepError when it dies before all have listened."""
+        """Starts the process again whenever it has died. Raises LockstepError when it dies before all have listened, ConfigError when it
+        cannot work with what it was given."""
         while True:
             child = self._children[number]
             await _ended(child.process)
             if self._is_stopping:
                 return
+            if child.process.exitcode == ConfigError.exit_status:  # no further start would change that
+                raise ConfigError(f"process {number} of the gateway ended, see above")
             if not self._has_served:
                 raise LockstepError(f"process {number} of the gateway ended at start with status {child.process.exitcode}, see above")
             logger.error("process %d of the gateway ended with status %s: starting it again", number, child.process.exitcode)

@@ -18,7 +18,7 @@ from services.gateway.generation import RETRY_AFTER_S, Generation
 from services.gateway.model import Model
 from shared import rpc
 from shared.addresses import host_port
-from shared.errors import LockstepError, ProtocolError
+from shared.errors import ConfigError, LockstepError, ProtocolError
 from shared.process import settle_heap
 from shared.protocol.generation_pb2 import (
     Cancel,
@@ -128,7 +128,10 @@ class SchedulerClient:
             self._outbox.close()
 
     async def run(self) -> None:
-        """Connects, and connects again whenever the session ends; until cancelled or after `leave`, which end all requests."""
+        """Connects, and connects again whenever the session ends; until cancelled or after `leave`, which end all requests.
+
+        Raises ConfigError when the first model has files that cannot be used.
+        """
         told = ""
         try:
             while True:
@@ -145,6 +148,10 @@ class SchedulerClient:
                     cause = "the scheduler has ended the session"
                 except grpc.aio.AioRpcError as error:
                     cause = rpc.in_words(error)
+                except ConfigError as error:
+                    if self.model is None:
+                        raise
+                    cause = str(error)  # of a model that replaces ours: it may be replaced again
                 except (LockstepError, OSError) as error:
                     cause = str(error)
                 if cause != told or not self._failures:

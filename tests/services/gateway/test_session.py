@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from services.gateway.generation import Generation
 from services.gateway.model import cache_folder
+from services.gateway.scheduler_client import SchedulerClient
+from shared.errors import ConfigError
 from shared.protocol.generation_pb2 import Finished, FinishReason, RejectReason, Submit, Tokens
 from shared.protocol.plan import ids_to_bytes
 from tests.processes import eventually_async
@@ -93,6 +96,34 @@ async def test_files_are_fetched_once_for_each_model(start: Any, tmp_path: Path)
         await asyncio.sleep(0.05)
     assert response.json()["usage"]["prompt_tokens"] == len(third.encode("hi"))
     assert sorted(each.name for each in cache_folder().iterdir()) == ["0" * 64, "f" * 64]
+
+
+async def test_mod_07_a_first_model_that_cannot_be_used_ends_the_gateway_and_a_later_one_is_waited_out(
+    start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken"
+    tiny_tokenizer(broken)
+    (broken / "tokenizer.json").write_text('{"version": "2.0"}')
+    stack = await start()
+    stack.says("x")
+    scheduler, own = stack.scheduler, stack.scheduler.fingerprint
+    for folder, fingerprint in ((broken, "0" * 64), (scheduler.folder, own)):
+        await scheduler.stop()
+        scheduler.folder, scheduler.fingerprint = folder, fingerprint
+        await scheduler.start()
+        await eventually_async(lambda: "tokenizer files cannot be loaded" in caplog.text)
+    deadline = time.monotonic() + 30
+    while (await stack.chat()).status_code != 200:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+    await scheduler.stop()
+    scheduler.folder = broken
+    await scheduler.start()
+    first = SchedulerClient([f"127.0.0.1:{scheduler.port}"], 100, 1, lambda cause: None, None, apply_generation_config=False)
+    shutil.rmtree(cache_folder())
+    with pytest.raises(ConfigError, match="tokenizer files cannot be loaded"):
+        await asyncio.wait_for(first.run(), 30)
 
 
 async def test_an_unusable_cache_does_not_matter(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
