@@ -94,7 +94,11 @@ _ADAPTER: TypeAdapter[AnyRope] = TypeAdapter(Annotated[AnyRope, Field(discrimina
 
 
 def read_rope(
-    parameters: dict[str, Any] | None, scaling: dict[str, Any] | None, theta: float, max_positions: int, original_positions: int | None
+    parameters: dict[str, Any] | None,
+    scaling: dict[str, Any] | None,
+    theta: float,
+    max_positions: int,
+    original_positions: int | None = None,
 ) -> AnyRope:
     """From the raw `rope_parameters`, `rope_scaling` (which wins), and what stands beside them: `rope_theta` (theirs wins),
     `max_position_embeddings` and `original_max_position_embeddings` (which win). Raises pydantic's ValidationError."""

@@ -32,7 +32,7 @@ def new_detokenizer(tokenizer: TextTokenizer, request: pytest.FixtureRequest) ->
 def byte_ids(tokenizer: TextTokenizer, data: bytes) -> list[int]:
     """One token a byte."""
     alphabet = _bytes_to_characters()
-    return [tokenizer.transformers.convert_tokens_to_ids(alphabet[byte]) for byte in data]
+    return [tokenizer.transformers.get_vocab()[alphabet[byte]] for byte in data]
 
 
 def _bytes_to_characters() -> dict[int, str]:
