@@ -71,7 +71,7 @@ class _Family:
         self._memory = shared_memory(self._context, settings.processes)
         self._children: dict[int, Child] = {}
         self._registry = MergedRegistry(settings.host)
-        self._has_served = self._is_stopping = False
+        self._has_served = self._all_were_ready = self._is_stopping = False
 
     async def serve(self, stop: asyncio.Event) -> None:
         for number in range(self._settings.processes):
@@ -154,11 +154,13 @@ class _Family:
             task.cancel()
 
     def _readiness(self) -> str | None:
-        """Ready while one of them is."""
+        """For the first time when all are, since the kernel asks nobody which of them a client gets; then while one of them is."""
         if self._is_stopping:
             return "stopping"
         reasons = [self._registry.ask(number, "/readyz") for number in range(self._settings.processes)]
-        return None if None in reasons else str(reasons[0])
+        missing = next((reason for reason in reasons if reason), None)
+        self._all_were_ready = self._all_were_ready or missing is None
+        return None if self._all_were_ready and None in reasons else missing
 
     def _liveness(self) -> str | None:
         """All must be well: one that is stuck does not come back by itself, one that has died does."""

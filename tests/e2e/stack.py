@@ -167,7 +167,7 @@ class Stack:
             names = [f"--served-model-name={name}" for name in self.names]
             targets = [f"--scheduler={scheduler.address}" for scheduler in self.schedulers]
             self.gateway = self._start("gateway", *targets, *names, *self._gateway_args)
-            eventually(lambda: self.client.get("/health").is_success or any(service.ended for service in self._services), START_S)
+            eventually(lambda: self._serves() or any(service.ended for service in self._services), START_S)
             assert not any(service.ended for service in self._services), "a service ended before all were ready: see the logs"
         except BaseException:
             self.__exit__()
@@ -188,6 +188,9 @@ class Stack:
                 service.process.wait(STOP_S)
                 service.release_ports()
                 print(f"---- {service.name}, status {service.process.returncode}\n{service.log}")
+
+    def _serves(self) -> bool:
+        return self.gateway.ready and self.client.get("/health").is_success
 
     def _start(self, name: str, *arguments: str, number: int = 0) -> Service:
         self._services.append(Service(name, self.folder, self._family, arguments, number))

@@ -74,6 +74,7 @@ class ScriptedScheduler(GenerationServicer):
     messages: int = 0  # that brought the submits
     cancels: list[Cancel] = field(default_factory=list)
     hellos: list[SessionHello] = field(default_factory=list)
+    welcomes: asyncio.Event | None = None  # while it is not set, only the first session is welcomed
     left: int = 0  # sessions that the gateway has ended in good order
     files_calls: int = 0
     status: GenerationStatusResponse | None = None  # None: as a scheduler of before, which tells none
@@ -162,6 +163,8 @@ class ScriptedScheduler(GenerationServicer):
             async for request in requests:
                 if request.HasField("hello"):
                     self.hellos.append(request.hello)
+                    if self.welcomes is not None and len(self.hellos) > 1:
+                        await self.welcomes.wait()
                     welcome = SessionWelcome(protocol_version=rpc.PROTOCOL_VERSION, epoch=self.epoch)
                     outbox.put(GenerationSessionResponse(welcome=welcome))
                 elif request.HasField("submit") or request.HasField("submits"):

@@ -267,10 +267,12 @@ def test_the_examples_of_the_documentation_run(model: Path, script: Callable[...
 
 ASK_TWICE = """
 import os
+import signal
 import sys
 from services.local import LLM, Sampling
 from services.local.backend import ServiceEnded
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which Python leaves out where a shell in the background has it ignored
 llm = LLM(sys.argv[1], engine="scripted", script=sys.argv[2])
 try:
     print("ready", flush=True)
