@@ -23,7 +23,7 @@ child once stood there for an hour, pressing the button that turns the page, and
 since somebody had to be brave to write them. The museum put that sentence on a card under the lamp. Nobody has asked who wrote it.
 """
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 100, 150, 256, 400, 600)
-NEW_TOKENS = 12
+NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")

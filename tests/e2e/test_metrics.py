@@ -28,7 +28,7 @@ SCRIPT = {
     "default": {"ids": [40, 41, 42, 43], "repeat": True},  # F G H I
     "by_seed": {STOPS: {"ids": [40, 41]}, BROKEN: {"ids": [40, -2]}},  # -2: the row's logits are not finite
 }
-ASKED = 100  # times, with names that are new each time
+ASKED = 500  # times, with names that are new each time
 REASONS = ("stop", "length", "abort", "error")
 PROBE_S = 1.0
 

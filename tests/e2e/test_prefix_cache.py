@@ -21,9 +21,9 @@ from tests.processes import Family, eventually
 from tests.services.scheduler.session_client import SessionClient, session, submit
 from tests.services.scheduler.test_service import scheduling
 
-CONVERSATIONS = 16
+CONVERSATIONS = 24
 NEW_TOKENS = 12
-PAGES = {1: 250, 4: 1_000, 16: 300}  # by page size: few where preemption is to be forced
+PAGES = {1: 280, 4: 1_000, 16: 300}  # by page size: few where preemption is to be forced
 BASE: dict[str, Any] = {"prefix_cache": False, "overlap": False}
 # (page size, requests at a time, settings, whether some must be preempted)
 VARIANTS = {

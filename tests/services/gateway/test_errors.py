@@ -353,6 +353,7 @@ async def test_too_many_requests(start: Any) -> None:
     assert (await stack.chat()).status_code == 200
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "path, body",
     [
@@ -367,9 +368,9 @@ async def test_sec_05_a_body_that_takes_long_to_parse_is_refused_unparsed(stack:
     """The client shares this event loop, so the time is that of both."""
     assert len(body) <= 8 << 20
     content = body.encode()
-    begun = time.process_time()  # of all threads: what other processes do meanwhile does not count
+    begun = time.monotonic()
     assert_error(await stack.http.post(path, content=content), 400, None)
-    assert time.process_time() - begun < 1.0
+    assert time.monotonic() - begun < 1.0
 
 
 async def test_a_body_that_does_not_come_is_cut_off_and_frees_its_place(start: Any) -> None:
@@ -425,8 +426,9 @@ async def test_bodies_whose_prompts_wait_for_a_thread_count_too(start: Any, tmp_
     first = held()
     async with asyncio.timeout(30):
         while (response := await stack.complete(user="u" * 2000)).status_code == 200:
-            if first.done():  # it came while one of the others was there
+            if first.done():  # it came while one of the others was there: the next has a start, or that might go on for ever
                 first = held()
+                await asyncio.wait((first,), timeout=0.1)
     assert_error(response, 429, None, "rate_limit_exceeded")
     assert (await first).status_code in (200, 400)  # on a busy machine the template takes too long
     assert (await stack.complete(user="u" * 2000)).status_code == 200

@@ -174,9 +174,8 @@ async def test_processes_share_the_port_the_limits_and_one_view_of_metrics(gatew
     running = [asyncio.create_task(gateway.chat(key, stream=True)) for _ in range(6)]
     await gateway.until(lambda: len(gateway.scheduler.submits) == 18)
     gateway.process.terminate()
-    async with httpx.AsyncClient(verify=False) as client:
-        while (await client.get(f"{gateway.admin}/readyz")).status_code == 200:
-            await asyncio.sleep(0.02)
+    while await gateway.ready():
+        await asyncio.sleep(0.02)
     held.set()
     assert all(answer.content.endswith(b"data: [DONE]\n\n") for answer in await asyncio.gather(*running))
     assert await asyncio.wait_for(gateway.process.wait(), WITHIN_S) == 0

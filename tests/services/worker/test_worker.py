@@ -213,7 +213,7 @@ async def test_another_protocol_is_refused_naming_both(shared_worker: Worker) ->
         await stub.Describe(pb.ExecutionDescribeRequest(protocol_version="2.0"))
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
 async def test_tp_07_a_killed_rank_ends_the_group_with_its_cause(tmp_path: Path, model: Path, rank: int) -> None:
     running = start(tmp_path, model, 0.01, 3)
     await running.ready()

@@ -23,7 +23,7 @@ Groups = Callable[[int], Group | Local]
 def test_logits_and_greedy_tokens_equal_transformers(checkpoint: Checkpoint, group: Groups, name: str, ranks: int) -> None:
     folder, slow = checkpoint(name), ranks > 1  # a step of several processes takes long where they outnumber the cores
     for asked, count, chunk in (
-        (prompts(1, 2, 17, 64, 300), 8 if slow else 32, 1000),
+        (prompts(1, 2, 17, 64, 300), 32, 1000),
         (prompts(50 if slow else 300, 31), 2, 16),
         (prompts(9 if slow else 300, 7), 2, 1),
     ):
