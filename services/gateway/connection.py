@@ -39,9 +39,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        if self._is_busy and self._running is not None:
-            self._running.disconnected = True
-            self._running.message_event.set()
+        if unanswered := self._unanswered:
+            unanswered.disconnected = True
+            unanswered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -112,7 +112,7 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _give_up(self) -> None:
-        if self._is_busy:
+        if self._unanswered:
             self._expect_head()
         else:
             self.transport.close()
@@ -124,14 +124,14 @@ class Connection(HttpToolsProtocol):
         return answered and self._head_timer is None and self.timeout_keep_alive_task is None and not self.transport.is_closing()
 
     @property
-    def _is_busy(self) -> bool:
-        """Whether a request is being answered, or about to be; how long that may take is its own matter."""
-        return self._running is not None and not self._running.response_complete
+    def _unanswered(self) -> RequestResponseCycle | None:
+        """The request that is being answered, or about to be; how long that may take is its own matter."""
+        return None if self._running is None or self._running.response_complete else self._running
 
     @property
     def _is_answering(self) -> bool:
         """Whether an answer is under way, which another would garble."""
-        return self._is_busy and self._running is not None and self._running.response_started
+        return self._unanswered is not None and self._unanswered.response_started
 
     def _refuse(self, error: InvalidRequest) -> None:
         """Answers what never becomes a request of the application, and closes the connection."""

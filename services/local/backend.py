@@ -60,9 +60,8 @@ class Backend:
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
         progress.show("starting the scheduler")
         own = (*SCHEDULER, *_quiet(os.environ), *(f"--worker={address}" for address in addresses))
-        scheduler = await self._start(
-            Child("scheduler", LOOPBACK, own, self.logs, logging.ERROR)
-        )  # it warns of workers that are not ready yet
+        # At first it warns of workers that are not ready yet.
+        scheduler = await self._start(Child("scheduler", LOOPBACK, own, self.logs, forward_from=logging.ERROR))
         for worker, address in zip(self._workers, addresses, strict=True):
             self.groups.append(await self.unless_ended(until_loaded(address, progress, f"{worker.name}: ", _is_taken)))
         self._children[-1].forward_from = logging.WARNING
@@ -107,8 +106,7 @@ class Backend:
         if child.ended.result() == ConfigError.exit_status:  # what does not fit is told in one line
             raise ConfigError(f"the {child.name}: {child.last_line}")
         self._broken = True
-        after = f": its last line was '{child.last_line}'" if child.last_line else ""
-        raise ServiceEnded(f"the {child.name} {child.how_it_ended()}{after}; its log is in {self.logs}")
+        raise ServiceEnded(child.end_in_words(child.last_line))
 
 
 def _is_taken(group: pb.WorkerGroup) -> bool:

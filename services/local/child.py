@@ -104,9 +104,12 @@ class Child:
             await asyncio.wait_for(self._follower, LAST_OUTPUT_S)
         return "" if self._last_line_was_shown else self.last_line
 
-    def how_it_ended(self) -> str:
+    def end_in_words(self, last_line: str) -> str:
+        """How it ended, with the line that is to be told, if any, and where its log is."""
         status = self.ended.result()
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        after = f": its last line was '{last_line}'" if last_line else ""
+        return f"the {self.name} {how}{after}; its log is in {self._log_path.parent}"
 
     async def _follow(self) -> None:
         """Copies the output to the log file, and to the terminal what somebody should see."""

@@ -192,9 +192,7 @@ class Launcher:
                 raise Stopped
             for child in self.children:
                 if child.ended.done():
-                    words = await child.last_words()
-                    after = f": its last line was '{words}'" if words else ""
-                    raise ChildEnded(f"the {child.name} {child.how_it_ended()}{after}; its log is in {self.logs}", child)
+                    raise ChildEnded(child.end_in_words(await child.last_words()), child)
             return await task
         finally:
             task.cancel()
