@@ -22,7 +22,6 @@ from benchmarks.report import Report, Value
 from benchmarks.tuning import PROCESSES, RenewedTable, compilers
 from benchmarks.workload import config_file
 from kernels.moe import moe, moe_torch
-from kernels.moe_few import FewConfig, moe_few_triton
 from kernels.moe_grouped import MOST_RANKED_TOKENS, GroupedConfig, grouped_product_triton, moe_grouped_triton
 from kernels.routing import assign_triton
 from kernels.silu_and_mul import silu_and_mul
@@ -31,7 +30,6 @@ from services.worker.engine.roofline import Shape
 from shared.errors import ConfigError
 
 TOKENS = (1, 8, 128, 16384, 1024, 256, 32, 2048, 512, 4, 2, 16)  # those first that matter most, for the time may be short
-FEW_TOKENS = 8
 LIBRARY_TOKENS = 1024  # from here on torch's grouped product is tried beside
 REPLAYS, ROUTES = 4, 8
 MAX_ERROR = 0.02  # of a row, relative
@@ -59,14 +57,6 @@ class Mixture(NamedTuple):
 class Weights(NamedTuple):
     gate_up: Tensor
     down: Tensor
-
-
-def _few_candidates() -> Iterator[FewConfig]:
-    """gate and up varied first, then down: all others are at the first of theirs."""
-    gate_ups = [(8, 1, 1, 8), (4, 1, 1, 8), (2, 12, 4, 8), (2, 12, 4, 4), (4, 6, 3, 8), (1, 24, 6, 4), (2, 4, 4, 4)]
-    downs = [(1, 8, 4, 4), (2, 4, 3, 4), (1, 1, 1, 4), (1, 4, 4, 4), (2, 1, 1, 8)]
-    for gate_up, down in product(gate_ups, downs):
-        yield FewConfig(*gate_up, *down)
 
 
 def _grouped_candidates(mixture: Mixture, tokens: int, gated: bool) -> Iterator[GroupedConfig]:
@@ -109,19 +99,18 @@ def _grouped_candidates(mixture: Mixture, tokens: int, gated: bool) -> Iterator[
 
 
 class Job(NamedTuple):
-    """What one kernel, or the two of few tokens, is compiled for."""
+    """What a kernel is compiled for."""
 
     mixture: Mixture
     gated: bool
-    tuned: FewConfig | GroupedConfig
+    tuned: GroupedConfig
 
 
 def _jobs(mixture: Mixture, counts: Iterable[int]) -> list[Job]:
-    found = dict.fromkeys(
-        Job(mixture, gated, tuned) for tokens in counts for gated in (True, False) for tuned in _grouped_candidates(mixture, tokens, gated)
+    kinds = ((tokens, gated) for tokens in counts for gated in (True, False))
+    return list(
+        dict.fromkeys(Job(mixture, gated, tuned) for tokens, gated in kinds for tuned in _grouped_candidates(mixture, tokens, gated))
     )
-    few = list(_few_candidates())
-    return [*found, *(Job(mixture, True, tuned) for tuned in few if tuned[:4] == few[0][:4] or tuned[4:] == few[0][4:])]
 
 
 def compile_jobs(jobs: Sequence[Job]) -> None:
@@ -132,12 +121,8 @@ def compile_jobs(jobs: Sequence[Job]) -> None:
         weights = Weights(*(torch.empty(experts, *each, device="cuda", dtype=DTYPE) for each in ((2 * inner, hidden), (hidden, inner))))
         x = torch.zeros(tokens * mixture.choices, hidden if gated else inner, device="cuda", dtype=DTYPE)
         try:
-            if isinstance(tuned, FewConfig):
-                logits = torch.zeros(tokens, experts, device="cuda", dtype=DTYPE)
-                moe_few_triton(x[:tokens], *weights, logits, mixture.choices, True, tuned)
-            else:
-                order = torch.zeros(experts, tokens, device="cuda", dtype=torch.int32)
-                grouped_product_triton(x, weights[0 if gated else 1], order, order[:, 0].contiguous(), mixture.choices, gated, tuned)
+            order = torch.zeros(experts, tokens, device="cuda", dtype=torch.int32)
+            grouped_product_triton(x, weights[0 if gated else 1], order, order[:, 0].contiguous(), mixture.choices, gated, tuned)
         except OutOfResources as error:
             print(f"{tuned}: {error}", flush=True)
 
@@ -156,11 +141,6 @@ class Routed(NamedTuple):
 
     x: Tensor
     logits: Tensor
-
-
-class Few(NamedTuple):
-    us: float
-    tuned: FewConfig
 
 
 class Grouped(NamedTuple):
@@ -197,24 +177,8 @@ class Case:
     def standing(self, each: Routed) -> Tensor:
         return moe(each.x, *self.weights, each.logits, self.mixture.choices, True)
 
-    def few(self, tuned: FewConfig, each: Routed) -> Tensor:
-        return moe_few_triton(each.x, *self.weights, each.logits, self.mixture.choices, True, tuned)
-
     def grouped(self, tuned: tuple[GroupedConfig, GroupedConfig], each: Routed) -> Tensor:
         return moe_grouped_triton(each.x, *self.weights, each.logits, self.mixture.choices, True, *tuned)
-
-    def best_few(self) -> Few | None:
-        times: list[Few] = []
-        candidates = list(_few_candidates())
-        for part in (slice(0, 4), slice(4, None)):  # gate and up, then down
-            best = min(times).tuned if times else candidates[0]
-            for tuned in candidates:
-                fixed = slice(4, None) if part.start == 0 else slice(0, 4)
-                if tuned[fixed] == best[fixed] and (us := self.time(str(tuned), partial(self.few, tuned))) is not None:
-                    times.append(Few(us, tuned))
-        for us, tuned in sorted(times)[:4]:
-            print(f"  {self.tokens} tokens: {us:.1f} us {[*tuned]}", flush=True)
-        return min(times, default=None)
 
     def best_grouped(self) -> Grouped | None:
         times: list[Grouped] = []
@@ -273,7 +237,7 @@ def tune_experts(models: Sequence[str], tokens: Sequence[int], limit_s: float, o
             renewed.write()
     return Report(
         name="tune-experts",
-        columns=("experts", "tokens", "now us", "few us", "grouped us", "library us", "TB/s", "TFLOP/s", "configuration"),
+        columns=("experts", "tokens", "now us", "best us", "library us", "TB/s", "TFLOP/s", "configuration"),
         rows=lines,
         notes=(f"route and all that follows; the table is in {renewed.path}: copy it to kernels/",),
     )
@@ -282,22 +246,16 @@ def tune_experts(models: Sequence[str], tokens: Sequence[int], limit_s: float, o
 def _decide(case: Case, tuned_table: Table) -> Sequence[Value]:
     """Times the candidates, and writes the winner into the table; a line of the report."""
     now_us = case.time("as it stands", case.standing)
-    few = case.best_few() if case.tokens <= FEW_TOKENS else None
-    grouped = case.best_grouped()
+    best = case.best_grouped()
     library_us = case.library() if case.tokens >= LIBRARY_TOKENS else None
     name = "{}x{}x{}x{}".format(*case.mixture)
     entries = tuned_table.setdefault("moe", {}).setdefault(name, {})
     entries.pop(str(case.tokens), None)
-    found: list[tuple[float, list[int]]] = []
-    if few is not None:
-        found.append((few.us, [*few.tuned]))
-    if grouped is not None:
-        found.append((grouped.us, [number for config in grouped.tuned for number in config]))
-    if not found:
-        return name, case.tokens, now_us, None, None, library_us, None, None, None
-    us, numbers = min(found)
+    if best is None:
+        return name, case.tokens, now_us, None, library_us, None, None, None
+    numbers = [number for config in best.tuned for number in config]
     entries[str(case.tokens)] = numbers
-    rates = case.weight_bytes / us / 1e6, case.operations / us / 1e6
-    line = name, case.tokens, now_us, few and few.us, grouped and grouped.us, library_us, *rates, str(numbers)
+    rates = case.weight_bytes / best.us / 1e6, case.operations / best.us / 1e6
+    line = name, case.tokens, now_us, best.us, library_us, *rates, str(numbers)
     print(*line, flush=True)
     return line

@@ -3,8 +3,7 @@
 T tokens, D hidden size, E experts, C experts a token chooses, I intermediate size of an expert on this rank, A = T * C assignments:
 number t * C + c is the c-th expert of token t.
 
-For a few tokens, of which hardly two choose the same expert, each assignment computes on its own (`moe_few`); for more, the assignments
-of an expert together (`moe_grouped`). Which, and with what tiles, stands in the table of the GPU.
+How the products of the experts run is in `moe_grouped`; with what tiles, in the table of the GPU.
 """
 
 import functools
@@ -15,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.launch import HOPPER, capability
-from kernels.moe_few import FewConfig, moe_few_triton
 from kernels.moe_grouped import GroupedConfig, moe_grouped_triton
 from kernels.routing import route_torch
 from kernels.tuning import entries
 
-Config = FewConfig | tuple[GroupedConfig, GroupedConfig]  # for gate and up, and for down
+Config = tuple[GroupedConfig, GroupedConfig]  # for gate and up, and for down
 
 
 def moe(x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, renormalise: bool) -> Tensor:
@@ -57,8 +55,6 @@ def moe_triton(
     if len(x) == 0:
         return torch.empty_like(x)
     tuned = tuned or config(x.device, x.dtype, len(x), choices, *down.shape)
-    if isinstance(tuned, FewConfig):
-        return moe_few_triton(x, gate_up, down, logits, choices, renormalise, tuned)
     return moe_grouped_triton(x, gate_up, down, logits, choices, renormalise, *tuned)
 
 
@@ -69,9 +65,9 @@ FIXED = {
 
 
 def config_of(entry: Sequence[int]) -> Config:
-    """Of an entry of the table: a FewConfig's numbers, or those of two GroupedConfigs."""
+    """Of an entry of the table: the numbers of both."""
     size = len(GroupedConfig._fields)
-    return FewConfig(*entry) if len(entry) < 2 * size else (GroupedConfig(*entry[:size]), GroupedConfig(*entry[size:]))
+    return GroupedConfig(*entry[:size]), GroupedConfig(*entry[size:])
 
 
 @functools.cache

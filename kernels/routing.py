@@ -76,29 +76,6 @@ def comparable(logits):
 
 
 @triton.jit
-def sortable(logits, expert):
-    """logits of a type of 2 bytes, as float32, and their ids -> int32, greater for greater logits and, among equals, lower ids."""
-    bits = (comparable(logits) + 0.0).to(tl.int32, bitcast=True)  # + 0: -0.0 equals 0.0
-    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) & -8192) | (8191 - expert)  # their last 13 bits are free
-
-
-@triton.jit
-def rank_experts(row_ptr, num_experts, EXPERTS: tl.constexpr):
-    """The logits of a token, `[EXPERTS]` float32, of a type of 2 bytes, and the place of each, 0 the best, the lower id of equals first."""
-    tl.static_assert(EXPERTS <= 8192)
-    PART: tl.constexpr = min(EXPERTS, 16)
-    expert = tl.arange(0, EXPERTS)
-    logits = tl.load(row_ptr + expert, mask=expert < num_experts, other=float("-inf")).to(tl.float32)
-    key = sortable(logits, expert)
-    ahead = tl.zeros([EXPERTS, PART], tl.int32)
-    for start in tl.range(0, EXPERTS, PART):  # in parts, for the sake of registers
-        other = start + tl.arange(0, PART)
-        other_logits = tl.load(row_ptr + other, mask=other < num_experts, other=float("-inf")).to(tl.float32)
-        ahead += (sortable(other_logits, other)[None, :] > key[:, None]).to(tl.int32)
-    return logits, tl.sum(ahead, axis=1)
-
-
-@triton.jit
 def _route_kernel(
     logits_ptr, weights_ptr, experts_ptr, row_stride, num_experts, choices, RENORMALISE: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr, CHOICES_BLOCK: tl.constexpr, PDL: tl.constexpr,

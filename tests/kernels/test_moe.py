@@ -4,7 +4,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.moe import fixed_moe, moe, moe_torch, moe_triton
-from kernels.moe_few import FewConfig
 from kernels.moe_grouped import GroupedConfig
 from kernels.routing import assign_triton, route_torch, route_triton
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, implementations, randn
@@ -92,8 +91,6 @@ def test_matches_float64(implementation, tokens, hidden, inner, experts, choices
 @pytest.mark.parametrize(
     "tuned, renormalise",
     [
-        (FewConfig(16, 1, 1, 4, 32, 1, 1, 8), True),
-        (FewConfig(8, 2, 3, 4, 8, 3, 2, 4), False),
         ((GroupedConfig(16, 32, 64, 4, 3, 0, 2, 0), GroupedConfig(8, 64, 32, 4, 2, 1, 0, 1)), False),
         ((GroupedConfig(64, 32, 32, 4, 3, 1, 0, 0), GroupedConfig(16, 64, 16, 4, 3, 0, 2, 1)), True),
     ],
