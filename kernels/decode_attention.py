@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import MAX_COUNTERS, counters, multiprocessors, next_power_of_2, pdl_options, prefetch
+from kernels.launch import MAX_COUNTERS, counters, multiprocessors, next_power_of_2, pdl_options, prefetch_line
 
 
 def decode_attention(
@@ -85,23 +85,28 @@ class Config(NamedTuple):
 def config(head_size: int, element_bytes: int) -> Config:
     if element_bytes == 4:
         return Config(16, 4, 2)
-    # H200, bfloat16, 40/8 heads of 128, 256 rows of 800-1100: 239 us; (128, 4, 3) 241, (32, 2, 4) 242, (128, 8, 4) 253.
-    return Config(64, 4, 3) if head_size <= 128 else Config(32, 4, 3)
+    return Config(64, 4, 2) if head_size <= 128 else Config(32, 4, 2)
 
 
 MAX_SPLITS = 32
+LEAST_TILES = 2  # of a share: one row of 1,088 positions and 40/8 heads of 128 takes 7 us in 9 shares of two tiles, 11 in 17 of one
 CHUNK_OF_WARP = 2048  # elements of shares that a warp puts together at a time: 64 registers a thread
+NO_WINDOW = 2**31 - 1
 
 
 def choose_splits(rows: int, kv_heads: int, positions: int, device: torch.device, least: int = 1) -> int:
-    """Shares of a row for four programs a multiprocessor: what ran fastest on an H200 from 4 to 64 rows of 8 KV heads.
+    """Shares of a row for three programs a multiprocessor, or two of each row: what ran fastest on an H200 from 1 to 64 rows of 8 KV heads.
 
-    positions: the most that the page table can hold. One row of 8,192: 17 us in 32 shares, 21 in 16; of 1,000: 0.4 us the other way.
+    positions: the most that the page table can hold. One row of 8,192: 17 us in 32 shares, 21 in 16.
     least: where positions allow it, for batches of which most rows may be nobody's.
     """
-    if rows * kv_heads > MAX_COUNTERS:
+    programs, room = max(rows * kv_heads, 1), multiprocessors(device)
+    if programs > MAX_COUNTERS:
         return 1
-    return max(min(max(4 * multiprocessors(device) // max(rows * kv_heads, 1), least), positions // 128, MAX_SPLITS), 1)
+    shares = 3 * room // programs
+    if shares < 4:
+        shares = 2 if programs <= 2 * room else 1
+    return max(min(max(shares, least), positions // 128, MAX_SPLITS), 1)
 
 
 def decode_attention_triton(
@@ -127,41 +132,37 @@ def decode_attention_triton(
     if splits > 1 and rows * kv_heads > MAX_COUNTERS:
         raise ValueError(f"splits must be 1 for {rows} rows of {kv_heads} KV heads, got {splits}")
     partial = q.new_empty(rows * kv_heads * splits * group * (head_size + 2) if splits > 1 else 0, dtype=torch.float32)
-    splits_block, heads_block, head_block = next_power_of_2(splits), next_power_of_2(group), next_power_of_2(head_size)
-    chunk = max(min(splits_block, warps * CHUNK_OF_WARP // (heads_block * head_block)), 1)
+    heads_block, head_block = next_power_of_2(group), next_power_of_2(head_size)
+    chunk = max(min(next_power_of_2(splits), warps * CHUNK_OF_WARP // (heads_block * head_block)), 1)
     _decode_attention_kernel[(kv_heads, rows, splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, partial, counters(q.device),
-        scale * math.log2(math.e), *q.stride()[:2], max_pages, window or 0,
-        kv_heads, group, head_size, page_size, window is not None, splits, splits_block, chunk, heads_block, max(heads_block, 16),
-        head_block, block, stages, num_warps=warps, **pdl_options(q.device),
+        scale * math.log2(math.e), *q.stride()[:2], max_pages, window or NO_WINDOW, splits,
+        kv_heads, group, head_size, page_size, splits > 1, splits == 2, chunk, heads_block, max(heads_block, 16), head_block,
+        block, LEAST_TILES, stages, num_warps=warps, **pdl_options(q.device),
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "splits"])  # one kernel for all of them
 def _decode_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr, lengths_ptr, out_ptr, partial_ptr, counters_ptr,
-    scale_log2, q_row_stride, q_head_stride, max_pages, window,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, HEADS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    scale_log2, q_row_stride, q_head_stride, max_pages, window, splits,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, IN_TWO: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEAST_TILES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
-    first = 0
-    if WINDOW:
-        first = tl.maximum(length - window, 0)
-    first_tile = first // BLOCK
-    tiles = tl.cdiv(length, BLOCK) - first_tile
-    tiles_per_share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
-    shares = tl.maximum(tl.cdiv(tiles, tiles_per_share), 1)  # at most SPLITS; a length of 0 has one empty share
-    begin = (first_tile + split * tiles_per_share) * BLOCK
-    end = tl.minimum(begin + tiles_per_share * BLOCK, length)
-    ROW_BYTES: tl.constexpr = H * (k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    first = tl.maximum(length - window, 0)
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - first, BLOCK), splits), LEAST_TILES) * BLOCK
+    shares = tl.maximum(tl.cdiv(length - first, share), 1)  # at most splits; a length of 0 has one empty share
+    begin = first + split * share
+    end = tl.minimum(begin + share, length)
+    page = _pages(pages_ptr, begin, end, N, BLOCK)
     if PDL:
-        if SPLITS > 1 and ROW_BYTES % 16 == 0:  # few rows: the memory has time while the kernel before this one drains
-            _ask_ahead(k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, ROW_BYTES, K, H, N, BLOCK)
+        if IN_TWO:  # with one share there is no time left in the memory, with more each is short: slower both
+            _ask_ahead(k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, K, H, N, BLOCK)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if split < shares:
@@ -171,15 +172,13 @@ def _decode_attention_kernel(
         q = tl.load(q_ptr + q_place, mask=inside_head, other=0.0)
 
         best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_BLOCK], tl.float32)
+        totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)  # added up at the end: in the loop warps would wait for each other
         weighted = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32)
+        # Page ids come a tile before the loads that need them: if a load waited for another, each would get half of the stages.
         for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK)
             inside = position < end
-            if WINDOW:
-                inside &= position >= first
-            page = tl.load(pages_ptr + position // N, mask=inside, other=0).to(tl.int64)
-            place = ((page * N + position % N) * K + kv_head)[:, None] * H + dimension[None, :]
+            place = ((page.to(tl.int64) * N + position % N) * K + kv_head)[:, None] * H + dimension[None, :]
             inside_tile = inside[:, None] & (dimension < H)[None, :]
             k = tl.load(k_cache_ptr + place, mask=inside_tile, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
@@ -187,19 +186,21 @@ def _decode_attention_kernel(
             new_best = tl.maximum(best, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_best[:, None])
             shrink = tl.exp2(best - new_best)
-            total = total * shrink + tl.sum(weights, axis=1)
+            totals = totals * shrink[:, None] + weights
             v = tl.load(v_cache_ptr + place, mask=inside_tile, other=0.0)
             weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
             best = new_best
+            page = _pages(pages_ptr, start + BLOCK, end, N, BLOCK)
 
-        out_place = (row * K * G + kv_head * G + head)[:, None] * H + dimension[None, :]
+        total = tl.sum(totals, axis=1)
         if shares == 1:
+            out_place = (row * K * G + kv_head * G + head)[:, None] * H + dimension[None, :]
             result = weighted / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out_ptr + out_place, result, mask=inside_head)
-        elif SPLITS > 1:
-            # Per (row, KV head): weighted [SPLITS, G, H], best [SPLITS, G], total [SPLITS, G].
-            group_ptr = partial_ptr + (row * K + kv_head) * (SPLITS * G * (H + 2))
-            best_ptr, total_ptr = group_ptr + SPLITS * G * H, group_ptr + SPLITS * G * (H + 1)
+        elif SPLIT:
+            # Per (row, KV head): weighted [splits, G, H], best [splits, G], total [splits, G].
+            group_ptr = partial_ptr + (row * K + kv_head) * (splits * G * (H + 2))
+            best_ptr, total_ptr = group_ptr + splits * G * H, group_ptr + splits * G * (H + 1)
             tl.store(group_ptr + (split * G + head)[:, None] * H + dimension[None, :], weighted, mask=inside_head)
             tl.store(best_ptr + split * G + head, best, mask=head < G)
             tl.store(total_ptr + split * G + head, total, mask=head < G)
@@ -208,13 +209,19 @@ def _decode_attention_kernel(
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == shares - 1:
                 tl.store(counter_ptr, 0)
                 out_ptr += (row * K + kv_head) * (G * H)
-                _combine(out_ptr, group_ptr, best_ptr, total_ptr, shares, G, H, SPLITS_BLOCK, CHUNK, HEADS_BLOCK, HEAD_BLOCK)
+                _combine(out_ptr, group_ptr, best_ptr, total_ptr, shares, G, H, CHUNK, HEADS_BLOCK, HEAD_BLOCK)
+
+
+@triton.jit
+def _pages(pages_ptr, start, end, N: tl.constexpr, BLOCK: tl.constexpr):
+    position = start + tl.arange(0, BLOCK)
+    return tl.load(pages_ptr + position // N, mask=position < end, other=0)
 
 
 @triton.jit
 def _combine(
     out_ptr, weighted_ptr, best_ptr, total_ptr, shares, G: tl.constexpr, H: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Puts the shares of a row and KV head together, in a fixed order: `[shares, G, H]`, `[shares, G]` and `[shares, G]` -> `[G, H]`.
 
@@ -225,7 +232,7 @@ def _combine(
     best = tl.full([HEADS_BLOCK], -1e38, tl.float32)
     total = tl.zeros([HEADS_BLOCK], tl.float32)
     weighted = tl.zeros([HEADS_BLOCK, HEAD_BLOCK], tl.float32)
-    for first in tl.static_range(0, SPLITS_BLOCK, CHUNK):
+    for first in tl.range(0, shares, CHUNK, num_stages=1):
         share = first + tl.arange(0, CHUNK)
         present = (share < shares)[:, None] & (head < G)[None, :]
         inside = present[:, :, None] & (dimension < H)[None, None, :]
@@ -246,12 +253,18 @@ def _combine(
 @triton.jit
 def _ask_ahead(
     k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head,
-    ROW_BYTES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Asks for keys and values of a share's first tile. The newest may still be written: the cache that they come into sees that."""
-    position = begin + tl.arange(0, BLOCK)
-    page = tl.load(pages_ptr + position // N, mask=position < end, other=0).to(tl.int64)
-    place = ((page * N + position % N) * K + kv_head) * H
-    row_bytes = tl.where(position < end, ROW_BYTES, 0)
-    prefetch(k_cache_ptr + place, row_bytes)
-    prefetch(v_cache_ptr + place, row_bytes)
+    """Asks for keys and values of a share's first tile. The newest may still be written: the cache that they come into sees that.
+
+    Keys and values are halves of one vector, so that no two threads ask for the same.
+    """
+    ROW_BYTES: tl.constexpr = H * (k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    index = tl.arange(0, 2 * BLOCK)
+    position = begin + index % BLOCK
+    inside = position < end
+    page = tl.load(pages_ptr + position // N, mask=inside, other=0).to(tl.int64)
+    cache = tl.where(index < BLOCK, k_cache_ptr.to(tl.int64), v_cache_ptr.to(tl.int64))
+    address = cache + ((page * N + position % N) * K + kv_head) * ROW_BYTES
+    for line in tl.static_range(0, ROW_BYTES, 128):
+        prefetch_line(address + line, inside)

@@ -58,7 +58,7 @@ def test_no_rows(implementation):
     assert implementation(randn(0, 4, 64, seed=1), cache.k_cache, cache.v_cache, cache.page_table, none, none, 0.1).shape == (0, 4, 64)
 
 
-@pytest.mark.parametrize("rows, least, splits", [(1, 1, 4), (64, 1, 1), (64, 4, 4), (2**14, 4, 1)])
+@pytest.mark.parametrize("rows, least, splits", [(1, 1, 2), (1, 4, 4), (3, 1, 1), (64, 4, 4), (2**14, 4, 1)])
 def test_a_row_is_cut_by_what_the_device_has_room_for_and_the_least(rows, least, splits):
     assert choose_splits(rows, 8, 8192, torch.device("cpu"), least) == splits
 
