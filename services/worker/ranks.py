@@ -183,7 +183,6 @@ def _spec(settings: WorkerSettings, rank: int, rendezvous: str, ring: int, bell:
         load_format=settings.load_format,
         sampling_gather=settings.sampling_gather,
         deterministic=settings.deterministic,
-        compile_ahead=settings.compile_ahead,
         profile_folder=settings.profile_folder,
         log_level=settings.log_level,
         log_format=settings.log_format,

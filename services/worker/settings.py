@@ -57,7 +57,6 @@ class WorkerSettings(Settings):
         False,
         description="A row's bits depend on its own tokens alone, not on batch, chunk or page size. Slower; on a CPU one thread a rank.",
     )
-    compile_ahead: bool = Field(False, description="On a GPU: kernels are compiled in parallel before steps are tried.")
     load_format: LoadFormat = Field("auto", description="auto: the folder's safetensors files; random: made up, for benchmarks.")
     max_model_len: int | None = Field(None, ge=1, description="Tokens of prompt and completion together; default: what the model allows.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens of one page of the KV cache.")

@@ -74,7 +74,7 @@ def bits_of(request: Request) -> Bits:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, TorchEngine]:
     folder: Path = make(MODELS[request.param]().bfloat16(), tmp_path_factory.mktemp(request.param))
     sizes = {"page_size": PAGE_SIZE, "num_pages": SLOTS * MAX_LENGTH // PAGE_SIZE + 1, "max_step_tokens": STEP_TOKENS}
-    return request.param, engine_of(folder, dtype="bfloat16", deterministic=True, compile_ahead=request.param == "small", **sizes)
+    return request.param, engine_of(folder, dtype="bfloat16", deterministic=True, **sizes)
 
 
 def test_the_bits_of_a_request_do_not_depend_on_its_mix(made: tuple[str, TorchEngine]) -> None:

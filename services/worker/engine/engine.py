@@ -84,7 +84,7 @@ class TorchEngine:
         pages_per_slot = -(-max_length // spec.page_size)
         self.slots = Slots(spec.slots, pages_per_slot, torch.tensor(folder.eos_ids, dtype=torch.int32, device=device))
         self.features = SlotFeatures(spec.slots)
-        self.penalties = Penalties(spec.slots + 1, self.sampler.columns, self.sampler.first, device)
+        self.penalties = Penalties(spec.slots + 1, self.sampler.columns, self.sampler.first, max_length, device)
         self.prompt_scores = PromptScores(spec.slots, self.sampler)
         self.max_length = max_length
         kinds = variants(apart=isinstance(self.sampler, BestSampler))
@@ -95,8 +95,7 @@ class TorchEngine:
         budget = spec.kv_cache_memory_bytes or HOST_KV_CACHE_BYTES
         if device.type == "cuda":
             self._allocate(shape, 1)
-            if spec.compile_ahead:
-                self._rehearsal.prepare(spec.threads, progress)
+            self._compile(spec.threads, progress)
             if spec.num_pages is None and spec.kv_cache_memory_bytes is None:
                 budget = self._memory_left(spec, progress)
         pages = group.minimum(spec.num_pages or min(budget // shape.page_bytes, spec.slots * pages_per_slot + 1))
@@ -118,7 +117,7 @@ class TorchEngine:
             self.staging = PlanStaging(spec.slots, spec.max_step_tokens, sizes, self.slots.padding, device)
             self.results = ResultRing(spec.slots)
             if spec.cuda_graphs:
-                self.graphs = Graphs(spec.slots, sizes, self.step, kinds, self.staging, progress, spec.compile_ahead)
+                self.graphs = Graphs(spec.slots, sizes, self.step, kinds, self.staging, progress)
             torch.cuda.synchronize()
         if group.rank == 0:
             tell_borrowed(device)
@@ -217,6 +216,16 @@ class TorchEngine:
     def _allocate(self, shape: CacheShape, pages: int) -> None:
         self.caches = allocate(shape, pages, self.device)
         self.token_ids = torch.zeros(pages * self.page_size, dtype=torch.int32, device=self.device)
+
+    def _compile(self, threads: int, progress: Progress) -> None:
+        """Kernels of all steps, found in a run of each kind of layer instead of all layers."""
+        layers, caches = self.model.layers, self.caches
+        self.model.layers = self.model.layer_of_each_kind()
+        self.caches = caches[:1] * len(self.model.layers)
+        try:
+            self._rehearsal.prepare(threads, progress)
+        finally:
+            self.model.layers, self.caches = layers, caches
 
     def _memory_left(self, spec: RankSpec, progress: Progress) -> int:
         """Bytes for the KV cache: the rank's part of the GPU less what is in use and what the largest step needs, which is tried."""

@@ -26,7 +26,6 @@ from shared.protocol.plan import Plan
 logger = logging.getLogger(__name__)
 
 MIXED = VARIANTS[2]  # what steps with prefill can do
-MIXED_PENALTIES = VARIANTS[3]
 
 
 class Graphs:
@@ -38,15 +37,13 @@ class Graphs:
         variants: Sequence[Feature],
         staging: PlanStaging,
         progress: Progress,
-        rehearsed: bool,
     ) -> None:
         """sizes: of captured prefill. step: the sections of a step, the longest prefill chunk, and its features -> its result `[B, ...]`.
         variants: of decode steps.
 
-        rehearsed: what steps launch is compiled, but for some of it. All slots must be nobody's: steps are also run.
+        What steps launch should be compiled, for the most part. All slots must be nobody's: the largest steps are also run.
         """
-        self.sizes, self._step, self._variants, self._staging, self._rehearsed = sizes, step, variants, staging, rehearsed
-        self._mixed_features = MIXED_PENALTIES if rehearsed else MIXED
+        self.sizes, self._step, self._variants, self._staging = sizes, step, variants, staging
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._decode_sizes = decode_sizes(slots)
         self._beside = {size: sizes_beside(size.tokens, slots) for size in sizes.captured}
@@ -65,17 +62,15 @@ class Graphs:
         gc.collect()
         gc.disable()  # a tensor that is freed in the middle of a capture could break it
         try:
-            begun = False
             for number, (size, rows) in enumerate(mixed):
                 progress("capturing steps", number / count)
                 staging.load_nobody(size.tokens)
-                self._mixed[size, rows] = self._capture(staging.sections(rows, size), size.tokens, self._mixed_features, begun)
-                begun = True
+                self._mixed[size, rows] = self._capture(staging.sections(rows, size), size.tokens, MIXED, run=number == 0)
             staging.load_nobody(0)
             for number, (rows, features) in enumerate(decodes, len(mixed)):
                 progress("capturing steps", number / count)
-                begun = rows < self._decode_sizes[-1]
-                self._decode[rows, features] = self._capture(decode_sections(staging.decode_slots[:rows]), 0, features, begun)
+                sections = decode_sections(staging.decode_slots[:rows])
+                self._decode[rows, features] = self._capture(sections, 0, features, run=rows == self._decode_sizes[-1])
         finally:
             gc.enable()
         taken = free_bytes - torch.cuda.mem_get_info()[0]
@@ -95,23 +90,22 @@ class Graphs:
             graph.replay()
             return result[:decodes]
         beside = self._beside.get(self._staging.filled)
-        if beside is None or features not in self._mixed_features:
+        if beside is None or features not in MIXED:
             return None
         rows = next(size for size in beside if size >= decodes)
         graph, result = self._mixed[self._staging.filled, rows]
         graph.replay()
         return torch.cat((result[:decodes], result[rows : rows + prefills])) if decodes else result[:prefills]
 
-    def _capture(self, sections: Sections, max_query: int, features: Feature, begun: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """begun: a larger one with as many features has been."""
+    def _capture(self, sections: Sections, max_query: int, features: Feature, run: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """run: also before it is captured, so that libraries allocate, which a capture cannot; the largest step of a kind does."""
         self._read.append(sections)
-        if not (begun and self._rehearsed):
-            self._step(sections, max_query, features)  # compiles, and lets libraries allocate, which a capture cannot
+        if run:
+            self._step(sections, max_query, features)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            # Relaxed, so that what is compiled only now can be loaded.
-            graph.capture_begin(self._pool, capture_error_mode="relaxed" if self._rehearsed else "thread_local")
+            graph.capture_begin(self._pool, capture_error_mode="relaxed")  # what is compiled only now is loaded in the middle of it
             try:
                 result = self._step(sections, max_query, features)
             finally:

@@ -53,7 +53,6 @@ class RankSpec:
     load_format: LoadFormat = "auto"
     sampling_gather: Literal["full", "best", "candidates"] = "full"
     deterministic: bool = False
-    compile_ahead: bool = False
     profile_folder: Path | None = None
     log_level: str = "info"
     log_format: Literal["console", "json"] = "console"

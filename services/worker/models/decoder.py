@@ -80,6 +80,14 @@ class Decoder(nn.Module):
         last = batch.last_tokens
         return self.norm.add(x, residual, self.group) if last is None else self.norm.add(x[last], residual[last], self.group)
 
+    def layer_of_each_kind(self) -> nn.ModuleList:
+        """A layer for each kind of them, and the last one: what they launch is all that the model's layers launch."""
+        kinds: dict[object, nn.Module] = {}
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            kinds.setdefault((layer.attention.window, type(layer.mlp)), layer)
+        return nn.ModuleList([*kinds.values(), self.layers[-1]])
+
     @staticmethod
     def plain(name: str) -> str:
         """What Llama calls the tensor that a checkpoint of this family calls `name`."""
