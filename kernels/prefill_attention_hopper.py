@@ -1,4 +1,4 @@
-"""The kernel of `prefill_attention` for Hopper, in Gluon: the copy engine fetches pages while two warp groups multiply.
+"""The kernel of `prefill_attention` for Hopper, in Gluon: the copy engine fetches pages while warp groups multiply.
 
 Letters as in `prefill_attention`. A program stays for many tiles. One of its warps fetches the pages of keys and values, a block of
 positions after the other, into a ring of buffers; two or three groups of four warps take 64 of a tile's rows each. A group starts the
@@ -33,11 +33,10 @@ class HopperConfig(NamedTuple):
     stages: int  # blocks of keys, and of values, that there are buffers for
 
 
-def config(head_size: int) -> HopperConfig:
-    """By head size alone: were it by the number of queries, a chunk's result would depend on its size."""
-    # H200, bfloat16, 40/8 heads of 128, TFLOP/s at 1 x 8192, 16 x 1024, 64 x 256 tokens: 594, 406, 167; (2, 128, 2) 561, 310, 136;
-    # (2, 64, 4) 512, 376, 169. In turns, as three groups start their products by themselves, they were no faster: 573, 389, 159.
-    return HopperConfig(3, 64, 3) if head_size == 128 else HopperConfig(2, 128, 2)
+# For any number of queries: were it by that, a chunk's result would depend on its size. H200, bfloat16, TFLOP/s at 1 x 8192, 16 x 1024 and
+# 64 x 256 tokens: 32/8 heads of 64: 425, 312, 128; (3, 128, 2) 437, 243, 98. 40/8 heads of 128, when groups went on to their tile's end:
+# 594, 406, 167; (2, 128, 2) 561, 310, 136; (2, 64, 4) 512, 376, 169.
+CONFIG = HopperConfig(groups=3, block=64, stages=3)
 
 
 def is_served(q: Tensor, k_cache: Tensor) -> bool:
@@ -48,7 +47,7 @@ def is_served(q: Tensor, k_cache: Tensor) -> bool:
         and q.element_size() == 2
         and head_size in HEAD_SIZES
         and page_size >= LEAST_PAGE_SIZE
-        and q.shape[1] // k_cache.shape[2] <= config(head_size).groups * GROUP_ROWS.value
+        and q.shape[1] // k_cache.shape[2] <= CONFIG.groups * GROUP_ROWS.value
     )
 
 
@@ -64,7 +63,7 @@ def prefill_attention_hopper(
     scale: float,
     window: int | None = None,
     out: Tensor | None = None,
-    tuned: HopperConfig | None = None,
+    tuned: HopperConfig = CONFIG,
 ) -> Tensor:
     """As `prefill_attention`, of what `is_served`; strides of q are multiples of 16."""
     (tokens, q_heads, head_size), (pages, page_size, kv_heads, _), rows = q.shape, k_cache.shape, slots.shape[0]
@@ -72,7 +71,7 @@ def prefill_attention_hopper(
     out = q.new_empty(tokens, q_heads, head_size) if out is None else out
     if tokens == 0 or rows == 0:
         return out.zero_()
-    groups, block, stages = tuned or config(head_size)
+    groups, block, stages = tuned
     tile_tokens = groups * GROUP_ROWS.value // group
     tiles = min(tokens // tile_tokens + rows, cdiv(max_query, tile_tokens) * rows)
     shape, strides = [pages * page_size, kv_heads * head_size], [kv_heads * head_size, 1]
@@ -93,13 +92,12 @@ def _add(a, b):
 
 
 @gluon.jit
-def _rows(query_starts_ptr, rows, TOKENS: gl.constexpr, ROWS_BLOCK: gl.constexpr):
-    """Index, first query, number of queries and of tiles of every row. Each warp holds them all, so that none waits for another."""
+def _row_tiles(query_starts_ptr, rows, TOKENS: gl.constexpr, ROWS_BLOCK: gl.constexpr):
+    """Number of tiles of every row. Each warp holds them all, so that none waits for another."""
     layout: gl.constexpr = gl.BlockedLayout([ROWS_BLOCK // 32], [32], [gl.num_warps()], [0])
     index = gl.arange(0, ROWS_BLOCK, layout)
     starts = gl.load(query_starts_ptr + index, mask=index < rows, other=0)
-    queries = gl.load(query_starts_ptr + index + 1, mask=index < rows, other=0) - starts
-    return index, starts, queries, (queries + TOKENS - 1) // TOKENS
+    return (gl.load(query_starts_ptr + index + 1, mask=index < rows, other=0) - starts + TOKENS - 1) // TOKENS
 
 
 @gluon.jit
@@ -111,29 +109,28 @@ def _find(turn, tiles, query_starts_ptr, lengths_ptr, rows, K: gl.constexpr, TOK
     programs = gl.num_programs(0)
     place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
     work = gl.minimum(turn * programs + place, tiles * K - 1)
-    tile = tiles - 1 - work // K
-    index, starts, queries, row_tiles = _rows(query_starts_ptr, rows, TOKENS, ROWS_BLOCK)
-    lengths = gl.load(lengths_ptr + index, mask=index < rows, other=0)
-    last_tile = gl.associative_scan(row_tiles, 0, _add)
-    is_row = (last_tile > tile) & (last_tile - row_tiles <= tile)
-    tile -= gl.sum(gl.where(is_row, last_tile - row_tiles, 0), axis=0)
-    first_query = gl.sum(gl.where(is_row, starts, 0), axis=0)
-    num_queries = gl.sum(gl.where(is_row, queries, 0), axis=0)
-    length = gl.sum(gl.where(is_row, lengths, 0), axis=0)
-    row = gl.sum(gl.where(is_row, index, 0), axis=0)
-    return work % K, tile, first_query, num_queries, length, row
+    tile = gl.maximum(tiles - 1 - work // K, 0)  # where no row has queries there is none, and nothing is seen of the last row
+    last_tile = gl.associative_scan(_row_tiles(query_starts_ptr, rows, TOKENS, ROWS_BLOCK), 0, _add)
+    row = gl.minimum(gl.sum((last_tile <= tile).to(gl.int32), axis=0), rows - 1)
+    tile -= gl.max(gl.where(last_tile <= tile, last_tile, 0), axis=0)
+    first_query = gl.load(query_starts_ptr + row)
+    return work % K, tile, first_query, gl.load(query_starts_ptr + row + 1) - first_query, gl.load(lengths_ptr + row), row
 
 
 @gluon.jit
-def _blocks(tile, num_queries, length, window, TOKENS: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr):
-    """First block of positions that a tile sees, the first one that some of its tokens must not see in full, and the end of all.
+def _blocks(
+    tile, num_queries, length, window,
+    FIRST: gl.constexpr, LAST: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Blocks of positions: the first that a tile sees, the first that tokens `FIRST .. LAST` of it must not see in full, and the end of
+    those that they see.
 
     One block at least: of a row without keys, all of it is masked.
     """
     first_position = length - num_queries + tile * TOKENS
-    end = gl.minimum(first_position + TOKENS, length)
+    end = gl.minimum(first_position + LAST, length)
     begin = 0
-    open_end = gl.maximum(first_position + 1, 0) // BLOCK
+    open_end = gl.maximum(first_position + FIRST + 1, 0) // BLOCK
     if WINDOW:
         begin = gl.maximum(first_position - window + 1, 0) // BLOCK
         open_end = begin
@@ -245,7 +242,10 @@ def _multiply(
     )  # fmt: skip
     count = 0
     for turn in range(turns):
-        begin, open_end, end = _blocks(tile, num_queries, length, window, TOKENS, WINDOW, BLOCK)
+        begin, open_end, end = _blocks(
+            tile, num_queries, length, window, FIRST // G, min((FIRST + GROUP_ROWS - 1) // G + 1, TOKENS), TOKENS, WINDOW, BLOCK
+        )
+        _, _, end_of_all = _blocks(tile, num_queries, length, window, 0, TOKENS, TOKENS, WINDOW, BLOCK)
         queries = q.index(turn % 2 * GROUPS + GROUP)
         async_copy.wait_group(0)
         fence_async_shared()
@@ -274,7 +274,7 @@ def _multiply(
         weights = _pack(weights, dtype)
         weighted = gl.zeros([GROUP_ROWS, H], gl.float32, WEIGHTED)
         count += 1
-        open_end = gl.maximum(open_end, begin + 1)
+        open_end = gl.minimum(gl.maximum(open_end, begin + 1), end)
         if not WINDOW:
             weights, weighted, best, total, count = _attend(
                 weights, weighted, best, total, count, begin + 1, open_end, queries, k, v, k_full, k_empty, v_full, v_empty,
@@ -300,9 +300,16 @@ def _multiply(
         weighted_later = warpgroup_mma(multiplied, v.index(before), weighted, is_async=True)
         weighted, _held = warpgroup_mma_wait(0, deps=[weighted_later, multiplied])
         mbarrier.arrive(v_empty.index(before), count=1)
+        for _block in range(end, end_of_all):  # that later groups of the tile see
+            stage, phase = count % STAGES, count // STAGES & 1
+            mbarrier.wait(k_full.index(stage), phase)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            count += 1
 
         total = gl.convert_layout(total, gl.SliceLayout(1, WEIGHTED))
-        weighted = weighted / gl.where(total > 0, total, 1.0)[:, None]
+        weighted = weighted * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
         queries.store(weighted.to(dtype))  # the queries are done with: from here in whole lines to memory
         packed = FIRST + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LINES))
         dimension = gl.arange(0, H, gl.SliceLayout(0, LINES))
@@ -341,7 +348,7 @@ def _fetch(
     count = 0
     for turn in range(turns):
         kv_head, tile, _, num_queries, length, row = _find(turn, tiles, query_starts_ptr, lengths_ptr, rows, K, TOKENS, ROWS_BLOCK)
-        begin, _, end = _blocks(tile, num_queries, length, window, TOKENS, WINDOW, BLOCK)
+        begin, _, end = _blocks(tile, num_queries, length, window, 0, TOKENS, TOKENS, WINDOW, BLOCK)
         pages_ptr = page_table_ptr + gl.load(slots_ptr + row).to(gl.int64) * max_pages
         for block in range(begin, end):
             lines = ()
@@ -381,8 +388,7 @@ def _prefill_attention_hopper_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
 
-    _, _, _, row_tiles = _rows(query_starts_ptr, rows, TOKENS, ROWS_BLOCK)
-    tiles = gl.sum(row_tiles, axis=0)
+    tiles = gl.sum(_row_tiles(query_starts_ptr, rows, TOKENS, ROWS_BLOCK), axis=0)
     program, programs = gl.program_id(0), gl.num_programs(0)
     turns = tiles * K // programs
     place = gl.where(turns % 2 == 0, program, programs - 1 - program)

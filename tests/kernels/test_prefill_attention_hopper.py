@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import prefill_attention_hopper
-from kernels.prefill_attention_hopper import HopperConfig
+from kernels.prefill_attention_hopper import CONFIG, HopperConfig
 from tests.kernels.gluon_threads import Threads
 from tests.kernels.paged import PagedCache, attention
 from tests.kernels.support import INTERPRETED, ON_GPU, assert_near, randn
@@ -36,7 +36,8 @@ def in_threads(monkeypatch: pytest.MonkeyPatch, eager: bool, programs: int) -> N
 @pytest.mark.parametrize(
     "q_heads, kv_heads, head_size, page_size, window, tuned",
     [
-        (5, 1, 128, 16, None, HopperConfig(3, 64, 3)),
+        (5, 1, 128, 16, None, CONFIG),
+        (100, 1, 64, 16, 50, CONFIG),  # a token a tile, none for the last group
         (4, 2, 64, 64, 70, HopperConfig(2, 128, 2)),
         (3, 3, 64, 8, None, HopperConfig(3, 64, 2)),
     ],
