@@ -13,7 +13,7 @@ from benchmarks.launches import Case, Launch
 from kernels.advance import advance
 from kernels.early_end import forbid_early_end
 from kernels.logprobs import logprobs
-from kernels.penalties import count, penalise
+from kernels.penalties import Held, count, penalise, recount
 from kernels.plan_unpack import plan_unpack
 from kernels.sampling import greedy, sample
 
@@ -55,16 +55,25 @@ def _eager_logprobs(logits: Tensor) -> object:
 
 
 def penalty_cases() -> Iterator[Case]:
-    """Logits are read and written in place, counts read; then the step's ids are counted."""
-    counts, half = torch.zeros(SLOTS, VOCABULARY, dtype=torch.int32, device="cuda"), torch.full((SLOTS,), 0.5, device="cuda")
+    """Of sequences of LENGTH different ids: their logits are read and written in place, lists and counts read, without biases and with;
+    then the step's ids are counted; and what the pages hold."""
+    pages, yes = LENGTH // PAGE_SIZE, torch.ones(SLOTS, dtype=torch.bool, device="cuda")
+    token_ids = torch.stack([torch.randperm(VOCABULARY, device="cuda")[:LENGTH] for _ in range(SLOTS)]).int().flatten()
+    page_table = torch.arange(SLOTS * pages, dtype=torch.int32, device="cuda").view(SLOTS, pages)
+    held = Held.nothing(SLOTS, VOCABULARY, 2 * LENGTH, page_table.device)
+    lengths, half = _int32s(SLOTS) + LENGTH, torch.full((SLOTS,), 0.5, device="cuda")
     bias_ids = torch.arange(BIASES, dtype=torch.int32, device="cuda").repeat(SLOTS, 1)
-    bias_values, in_prompt = torch.zeros(SLOTS, BIASES, device="cuda"), torch.zeros(SLOTS, dtype=torch.bool, device="cuda")
+    bias_values = torch.zeros(SLOTS, BIASES, device="cuda")
     for rows in (1, 32, 256):
-        logits, slots = torch.randn(rows, VOCABULARY, device="cuda"), _rows(rows)
-        penalised = partial(penalise, logits, slots, counts, half, half, half + 0.6, bias_ids, bias_values)
-        yield Case(f"B={rows} V={VOCABULARY}, {BIASES} biases", 12.0 * logits.numel(), "TB/s", [penalised])
-        ids = torch.randint(0, VOCABULARY, (rows,), dtype=torch.int32, device="cuda")
-        yield Case(f"B={rows}, count", 8.0 * rows, "TB/s", [partial(count, counts, slots, ids, in_prompt[:rows])])
+        logits, slots, ids = torch.randn(rows, VOCABULARY, device="cuda"), _rows(rows), token_ids[:rows].contiguous()
+        prefills = (slots, lengths[:rows], yes[:rows], lengths // 2, token_ids, page_table)
+        recounted = partial(recount, held, yes, *prefills, PAGE_SIZE)
+        yield Case(f"B={rows}, recount of {LENGTH}", 24.0 * rows * LENGTH, "TB/s", [recounted])
+        for biases, ids_of_biases in ((0, torch.full_like(bias_ids, -1)), (BIASES, bias_ids)):
+            penalised = partial(penalise, logits, slots, held, half, half, half + 0.6, ids_of_biases, bias_values)
+            work = rows * (16.0 * LENGTH + 4.0 * BIASES + 12.0 * biases)
+            yield Case(f"B={rows} V={VOCABULARY}, {LENGTH} held, {biases} biases", work, "TB/s", [penalised])
+        yield Case(f"B={rows}, count", 12.0 * rows, "TB/s", [partial(count, held, yes, slots, ids)])
 
 
 def state_cases() -> Iterator[Case]:

@@ -1,7 +1,12 @@
 """Logit bias, and penalties for the ids that a sequence holds already.
 
-B rows, S slots, L columns of logits: the vocabulary ids from `first` on, N ids to count, M biases of a slot, P rows with prefill.
+A sequence holds few of all ids: so beside the counts stands which ids they are of, and what penalises goes through these alone.
+
+B rows, S slots, L columns of logits: the vocabulary ids from `first` on, C columns that a list has room for, N ids to count, M biases of
+a slot, P rows with prefill.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,15 +16,37 @@ from torch import Tensor
 from kernels.launch import cdiv, next_power_of_2, pdl_options
 
 IN_PROMPT = 1 << 30  # of a count: the id is in the prompt; the bits below say how often it was generated
-TILE = 2048  # columns of a program
-IDS = 256  # to count, of a program
-SHARES = 8  # that a sequence to count is cut into
+IDS = 256  # of a program at a time; no fewer than its threads: what an atomic operation returns, only the thread that ran it learns
+SHARES = 8  # that a sequence or a list is cut into
+CLEARED = 2048  # ids of a program at a time
+
+
+class Held(NamedTuple):
+    """What the sequence of each slot holds. The torch functions keep the counts alone; the kernels change a count and the list together."""
+
+    counts: Tensor  # [S, L] int32, see IN_PROMPT
+    listed: Tensor  # [S, C] int32: the columns whose counts are not 0, each once, in any order
+    distinct: Tensor  # [S] int32: how many are listed
+
+    @classmethod
+    def nothing(cls, slots: int, columns: int, tokens: int, device: torch.device) -> "Held":
+        """Of sequences of at most so many tokens. On a CPU, memory that nothing is counted in is not touched: a row's counts are undefined
+        until it is recounted."""
+        allocate = torch.zeros if device.type == "cuda" else torch.empty
+        counts = allocate(slots, columns, dtype=torch.int32, device=device)
+        listed = torch.empty(slots, min(columns, tokens), dtype=torch.int32, device=device)
+        return cls(counts, listed, torch.zeros(slots, dtype=torch.int32, device=device))
+
+    def check(self) -> None:
+        """Raises ValueError if counts or lists are not contiguous."""
+        if not (self.counts.is_contiguous() and self.listed.is_contiguous()):
+            raise ValueError(f"counts and lists must be contiguous, got strides {self.counts.stride()} and {self.listed.stride()}")
 
 
 def penalise(
     logits: Tensor,
     slots: Tensor,
-    counts: Tensor,
+    held: Held,
     presence: Tensor,
     frequency: Tensor,
     repetition: Tensor,
@@ -27,34 +54,34 @@ def penalise(
     bias_values: Tensor,
     first: int = 0,
 ) -> None:
-    """logits `[B, L]` float32, in place; slots `[B]` int32 or int64; by slot: counts `[S, L]` int32, presence, frequency and
-    repetition `[S]` float32, bias_ids `[S, M]` int32 (no id twice; negative where unused), bias_values `[S, M]` float32.
+    """logits `[B, L]` float32, in place; slots `[B]` int32 or int64; by slot: what is held; presence, frequency and repetition `[S]`
+    float32, bias_ids `[S, M]` int32 (no id twice; negative where unused), bias_values `[S, M]` float32.
 
     In this order: biases are added; a logit of an id that prompt or completion hold is divided by repetition, or multiplied when it is
     below 0; frequency is subtracted as often as the id was generated, and presence once if it was. A slot with presence 0, frequency 0,
-    repetition 1 and no bias keeps its rows bit for bit, whatever its counts. Raises ValueError if the logits of a row or counts are not
-    contiguous.
+    repetition 1 and no bias keeps its rows bit for bit, whatever it holds. Raises ValueError if the logits of a row, counts or lists are
+    not contiguous.
     """
-    if logits.stride(1) != 1 or not counts.is_contiguous():
-        raise ValueError(f"the logits of a row and counts must be contiguous, got strides {logits.stride()} and {counts.stride()}")
+    held.check()
+    if logits.stride(1) != 1:
+        raise ValueError(f"the logits of a row must be contiguous, got strides {logits.stride()}")
     implementation = penalise_triton if logits.is_cuda else penalise_torch
-    implementation(logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, first)
+    implementation(logits, slots, held, presence, frequency, repetition, bias_ids, bias_values, first)
 
 
-def count(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, first: int = 0) -> None:
-    """counts `[S, L]` int32, in place; slots `[N]` int32 or int64, ids `[N]` int32, in_prompt `[N]` bool: of the prompt, not generated.
+def count(held: Held, counted: Tensor, slots: Tensor, ids: Tensor, first: int = 0) -> None:
+    """held, in place; counted `[S]` bool; slots `[N]` int32 or int64, ids `[N]` int32: were generated.
 
-    A pair of slot and id may come more than once. Ids outside `[first, first + L)`, negative ones too, are not counted. Of a slot, no
-    prompt ids may come after generated ones. Raises ValueError if counts are not contiguous.
+    A pair of slot and id may come more than once. Not counted are ids of slots that are not, and those outside `[first, first + L)`,
+    negative ones too. Raises ValueError if counts or lists are not contiguous.
     """
-    if not counts.is_contiguous():
-        raise ValueError(f"counts must be contiguous, got strides {counts.stride()}")
-    implementation = count_triton if counts.is_cuda else count_torch
-    implementation(counts, slots, ids, in_prompt, first)
+    held.check()
+    implementation = count_triton if held.counts.is_cuda else count_torch
+    implementation(held, counted, slots, ids, first)
 
 
 def recount(
-    counts: Tensor,
+    held: Held,
     counted: Tensor,
     slots: Tensor,
     lengths: Tensor,
@@ -65,22 +92,23 @@ def recount(
     page_size: int,
     first: int = 0,
 ) -> None:
-    """counts `[S, L]` int32, in place: anew, from what their pages hold, of the slots that are counted and whose rows yield a token.
+    """held, in place: anew, from what their pages hold, of the slots that are counted and whose rows yield a token.
 
     counted `[S]` bool; slots `[P]` int32, none of those twice; lengths `[P]` int32: tokens in the pages; yields `[P]` bool; prompt_length
     `[S]` int32: positions from there on were generated. token_ids int32 by place in the cache, page_table `[S, max_pages]` int32.
-    Raises ValueError if counts or the page table are not contiguous.
+    Raises ValueError if counts, lists or the page table are not contiguous.
     """
-    if not (counts.is_contiguous() and page_table.is_contiguous()):
-        raise ValueError(f"counts and page_table must be contiguous, got strides {counts.stride()} and {page_table.stride()}")
-    implementation = recount_triton if counts.is_cuda else recount_torch
-    implementation(counts, counted, slots, lengths, yields, prompt_length, token_ids, page_table, page_size, first)
+    held.check()
+    if not page_table.is_contiguous():
+        raise ValueError(f"the page table must be contiguous, got strides {page_table.stride()}")
+    implementation = recount_triton if held.counts.is_cuda else recount_torch
+    implementation(held, counted, slots, lengths, yields, prompt_length, token_ids, page_table, page_size, first)
 
 
 def penalise_torch(
     logits: Tensor,
     slots: Tensor,
-    counts: Tensor,
+    held: Held,
     presence: Tensor,
     frequency: Tensor,
     repetition: Tensor,
@@ -93,24 +121,20 @@ def penalise_torch(
     inside = (columns >= 0) & (columns < logits.shape[1])
     logits.scatter_add_(1, columns.where(inside, 0), bias_values[slots].where(inside, 0.0))
 
-    counted = counts[slots]
-    generated = counted & (IN_PROMPT - 1)
+    counts = held.counts[slots]
+    generated = counts & (IN_PROMPT - 1)
     factor = repetition[slots, None]
-    logits.copy_(torch.where(counted > 0, torch.where(logits > 0, logits / factor, logits * factor), logits))
+    logits.copy_(torch.where(counts > 0, torch.where(logits > 0, logits / factor, logits * factor), logits))
     logits -= generated * frequency[slots, None] + (generated > 0) * presence[slots, None]
 
 
-def count_torch(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, first: int = 0) -> None:
-    columns = ids.long() - first
-    inside = (columns >= 0) & (columns < counts.shape[1])
-    places = slots.long() * counts.shape[1] + columns.where(inside, 0)
-    flat = counts.view(-1)
-    flat.scatter_reduce_(0, places, (inside & in_prompt).int() * IN_PROMPT, "amax")
-    flat.scatter_add_(0, places, (inside & ~in_prompt).int())
+def count_torch(held: Held, counted: Tensor, slots: Tensor, ids: Tensor, first: int = 0) -> None:
+    places, inside = _places(held.counts, slots, ids, first)
+    held.counts.view(-1).scatter_add_(0, places, (inside & counted[slots.long()]).int())
 
 
 def recount_torch(
-    counts: Tensor,
+    held: Held,
     counted: Tensor,
     slots: Tensor,
     lengths: Tensor,
@@ -123,18 +147,29 @@ def recount_torch(
 ) -> None:
     wanted = yields & counted[slots.long()]
     slots, lengths = slots[wanted].long(), lengths[wanted].long()
-    counts[slots] = 0
+    held.counts[slots] = 0
     row = torch.repeat_interleave(lengths)
     positions = torch.arange(len(row), device=row.device) - (lengths.cumsum(0) - lengths)[row]
     owners = slots[row]
-    places = page_table[owners, positions // page_size].long() * page_size + positions % page_size
-    count_torch(counts, owners, token_ids[places], positions < prompt_length[owners], first)
+    in_cache = page_table[owners, positions // page_size].long() * page_size + positions % page_size
+    places, inside = _places(held.counts, owners, token_ids[in_cache], first)
+    in_prompt = positions < prompt_length[owners]
+    flat = held.counts.view(-1)
+    flat.scatter_reduce_(0, places, (inside & in_prompt).int() * IN_PROMPT, "amax")
+    flat.scatter_add_(0, places, (inside & ~in_prompt).int())
+
+
+def _places(counts: Tensor, slots: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Where each id of a slot is counted, and whether it is one of the columns."""
+    columns = ids.long() - first
+    inside = (columns >= 0) & (columns < counts.shape[1])
+    return slots.long() * counts.shape[1] + columns.where(inside, 0), inside
 
 
 def penalise_triton(
     logits: Tensor,
     slots: Tensor,
-    counts: Tensor,
+    held: Held,
     presence: Tensor,
     frequency: Tensor,
     repetition: Tensor,
@@ -144,22 +179,25 @@ def penalise_triton(
 ) -> None:
     (rows, columns), biases = logits.shape, bias_ids.shape[1]
     if rows:
-        _penalise_kernel[(cdiv(columns, TILE), rows)](
-            logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, columns, logits.stride(0), biases, first,
-            IN_PROMPT, TILE, next_power_of_2(max(biases, 1)), num_warps=8, **pdl_options(logits.device),
+        # Without multiply-adds, whose one rounding for two would make other bits than the reference.
+        _penalise_kernel[(SHARES, rows)](
+            logits, slots, *held, presence, frequency, repetition, bias_ids, bias_values,
+            columns, held.listed.shape[1], logits.stride(0), biases, first,
+            IN_PROMPT, SHARES, IDS, next_power_of_2(max(biases, 1)), num_warps=4, enable_fp_fusion=False, **pdl_options(logits.device),
         )  # fmt: skip
 
 
-def count_triton(counts: Tensor, slots: Tensor, ids: Tensor, in_prompt: Tensor, first: int = 0) -> None:
+def count_triton(held: Held, counted: Tensor, slots: Tensor, ids: Tensor, first: int = 0) -> None:
     number = len(ids)
     if number:
         _count_kernel[(cdiv(number, IDS),)](
-            counts, slots, ids, in_prompt, number, counts.shape[1], first, IN_PROMPT, IDS, num_warps=4, **pdl_options(counts.device)
-        )
+            *held, counted, slots, ids, number, held.counts.shape[1], held.listed.shape[1], first, IDS,
+            num_warps=8, **pdl_options(ids.device),
+        )  # fmt: skip
 
 
 def recount_triton(
-    counts: Tensor,
+    held: Held,
     counted: Tensor,
     slots: Tensor,
     lengths: Tensor,
@@ -170,31 +208,94 @@ def recount_triton(
     page_size: int,
     first: int = 0,
 ) -> None:
-    rows, columns, pdl = len(slots), counts.shape[1], pdl_options(counts.device)
+    rows, columns, room, pdl = len(slots), held.counts.shape[1], held.listed.shape[1], pdl_options(slots.device)
     if rows:
-        _clear_kernel[(cdiv(columns, TILE), rows)](counts, counted, slots, yields, columns, TILE, num_warps=8, **pdl)
+        _clear_kernel[(rows,)](*held, counted, slots, yields, columns, room, CLEARED, num_warps=8, **pdl)
         _recount_kernel[(SHARES, rows)](
-            counts, counted, slots, lengths, yields, prompt_length, token_ids, page_table, page_table.shape[1], page_size, columns, first,
-            IN_PROMPT, SHARES, IDS, num_warps=4, **pdl,
+            *held, counted, slots, lengths, yields, prompt_length, token_ids, page_table, page_table.shape[1], page_size, columns, room,
+            first, IN_PROMPT, SHARES, IDS, num_warps=4, **pdl,
         )  # fmt: skip
 
 
 @triton.jit
-def _clear_kernel(counts_ptr, counted_ptr, slots_ptr, yields_ptr, columns, TILE: tl.constexpr, PDL: tl.constexpr):
-    tile, row = tl.program_id(0), tl.program_id(1)
+def _penalise_kernel(
+    logits_ptr, slots_ptr, counts_ptr, listed_ptr, distinct_ptr, presence_ptr, frequency_ptr, repetition_ptr, bias_ids_ptr,
+    bias_values_ptr, columns, room, row_stride, biases, first,
+    IN_PROMPT: tl.constexpr, SHARES: tl.constexpr, IDS: tl.constexpr, BIASES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    share, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    presence, frequency, repetition = tl.load(presence_ptr + slot), tl.load(frequency_ptr + slot), tl.load(repetition_ptr + slot)
+    distinct = tl.load(distinct_ptr + slot)
+    bias = tl.arange(0, BIASES_BLOCK)
+    bias_ids = tl.load(bias_ids_ptr + slot * biases + bias, mask=bias < biases, other=-1)
+    biased = bias_ids - first
+    here = (bias_ids >= 0) & (biased >= 0) & (biased < columns)
+    shares = SHARES
+    if tl.max(here.to(tl.int32), axis=0) > 0:
+        shares = 1  # an id may be held, too: the program that has added its bias does the rest of the row
+        if share == 0:
+            values = tl.load(bias_values_ptr + slot * biases + bias, mask=here, other=0.0)
+            tl.store(row_ptr + biased, tl.load(row_ptr + biased, mask=here, other=0.0) + values, mask=here)
+            tl.debug_barrier()  # other threads read what was stored
+    if (share < shares) & ((presence != 0) | (frequency != 0) | (repetition != 1)):
+        for start in range(share * IDS, distinct, shares * IDS):
+            index = start + tl.arange(0, IDS)
+            inside = index < distinct
+            column = tl.load(listed_ptr + slot * room + index, mask=inside, other=0)
+            logits = tl.load(row_ptr + column, mask=inside, other=0.0)
+            generated = tl.load(counts_ptr + slot * columns + column, mask=inside, other=0) & (IN_PROMPT - 1)
+            logits = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+            logits -= generated * frequency + tl.where(generated > 0, presence, 0.0)
+            tl.store(row_ptr + column, logits, mask=inside)
+
+
+@triton.jit(do_not_specialize=["number"])  # one kernel for all of them
+def _count_kernel(
+    counts_ptr, listed_ptr, distinct_ptr, counted_ptr, slots_ptr, ids_ptr, number, columns, room, first,
+    IDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * IDS + tl.arange(0, IDS)
+    inside = index < number
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    column = tl.load(ids_ptr + index, mask=inside, other=-1) - first
+    slot = tl.load(slots_ptr + index, mask=inside, other=0).to(tl.int64)
+    inside &= (column >= 0) & (column < columns) & (tl.load(counted_ptr + slot, mask=inside, other=0) != 0)
+    before = tl.atomic_add(counts_ptr + slot * columns + column, 1, mask=inside, sem="relaxed")
+    _list_new(listed_ptr, distinct_ptr, slot, column, inside & (before == 0), room)
+
+
+@triton.jit
+def _clear_kernel(
+    counts_ptr, listed_ptr, distinct_ptr, counted_ptr, slots_ptr, yields_ptr, columns, room, CLEARED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if (tl.load(yields_ptr + row) != 0) & (tl.load(counted_ptr + slot) != 0):
-        column = tile * TILE + tl.arange(0, TILE)
-        tl.store(counts_ptr + slot * columns + column, tl.zeros([TILE], tl.int32), mask=column < columns)
+        distinct = tl.load(distinct_ptr + slot)
+        for start in range(0, distinct, CLEARED):
+            index = start + tl.arange(0, CLEARED)
+            inside = index < distinct
+            column = tl.load(listed_ptr + slot * room + index, mask=inside, other=0)
+            tl.store(counts_ptr + slot * columns + column, tl.zeros([CLEARED], tl.int32), mask=inside)
+        tl.debug_barrier()  # every thread has read how many there were
+        tl.store(distinct_ptr + slot, 0)
 
 
 @triton.jit
 def _recount_kernel(
-    counts_ptr, counted_ptr, slots_ptr, lengths_ptr, yields_ptr, prompt_length_ptr, token_ids_ptr, page_table_ptr, max_pages, page_size,
-    columns, first, IN_PROMPT: tl.constexpr, SHARES: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
+    counts_ptr, listed_ptr, distinct_ptr, counted_ptr, slots_ptr, lengths_ptr, yields_ptr, prompt_length_ptr, token_ids_ptr,
+    page_table_ptr, max_pages, page_size, columns, room, first,
+    IN_PROMPT: tl.constexpr, SHARES: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     share, row = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -210,55 +311,14 @@ def _recount_kernel(
             column = tl.load(token_ids_ptr + page * page_size + position % page_size, mask=inside, other=-1) - first
             inside &= (column >= 0) & (column < columns)
             place, in_prompt = counts_ptr + slot * columns + column, position < prompt_length
-            tl.atomic_or(place, tl.full([IDS], IN_PROMPT, tl.int32), mask=inside & in_prompt, sem="relaxed")
-            tl.atomic_add(place, 1, mask=inside & (position >= prompt_length), sem="relaxed")
+            prompted = tl.atomic_or(place, tl.full([IDS], IN_PROMPT, tl.int32), mask=inside & in_prompt, sem="relaxed")
+            generated = tl.atomic_add(place, 1, mask=inside & (position >= prompt_length), sem="relaxed")
+            before = tl.where(in_prompt, prompted, generated)
+            _list_new(listed_ptr, distinct_ptr, slot + tl.zeros([IDS], tl.int64), column, inside & (before == 0), room)
 
 
 @triton.jit
-def _penalise_kernel(
-    logits_ptr, slots_ptr, counts_ptr, presence_ptr, frequency_ptr, repetition_ptr, bias_ids_ptr, bias_values_ptr,
-    columns, row_stride, biases, first, IN_PROMPT: tl.constexpr, TILE: tl.constexpr, BIASES_BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
-    bias = tl.arange(0, BIASES_BLOCK)
-    bias_ids = tl.load(bias_ids_ptr + slot * biases + bias, mask=bias < biases, other=-1)
-    biased = bias_ids - first
-    here = (bias_ids >= 0) & (biased >= tile * TILE) & (biased < tl.minimum(tile * TILE + TILE, columns))
-    if tl.max(here.to(tl.int32), axis=0) > 0:
-        values = tl.load(bias_values_ptr + slot * biases + bias, mask=here, other=0.0)
-        tl.store(row_ptr + biased, tl.load(row_ptr + biased, mask=here, other=0.0) + values, mask=here)
-        tl.debug_barrier()  # other threads read what was stored
-    presence, frequency, repetition = tl.load(presence_ptr + slot), tl.load(frequency_ptr + slot), tl.load(repetition_ptr + slot)
-    if (presence != 0) | (frequency != 0) | (repetition != 1):
-        column = tile * TILE + tl.arange(0, TILE)
-        inside = column < columns
-        logits = tl.load(row_ptr + column, mask=inside, other=0.0)
-        counted = tl.load(counts_ptr + slot * columns + column, mask=inside, other=0)
-        generated = counted & (IN_PROMPT - 1)
-        factor = tl.where(counted > 0, repetition, 1.0)
-        logits = tl.where(logits > 0, tl.div_rn(logits, factor), logits * factor)
-        logits -= generated * frequency + tl.where(generated > 0, presence, 0.0)
-        tl.store(row_ptr + column, logits, mask=inside & (counted != 0))
-
-
-@triton.jit
-def _count_kernel(
-    counts_ptr, slots_ptr, ids_ptr, in_prompt_ptr, number, columns, first, IN_PROMPT: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    index = tl.program_id(0) * IDS + tl.arange(0, IDS)
-    inside = index < number
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    column = tl.load(ids_ptr + index, mask=inside, other=-1) - first
-    inside &= (column >= 0) & (column < columns)
-    place = counts_ptr + tl.load(slots_ptr + index, mask=inside, other=0).to(tl.int64) * columns + column
-    in_prompt = tl.load(in_prompt_ptr + index, mask=inside, other=0) != 0
-    # Of integers, so in whatever order: the result is the same.
-    tl.atomic_or(place, tl.full([IDS], IN_PROMPT, tl.int32), mask=inside & in_prompt, sem="relaxed")
-    tl.atomic_add(place, 1, mask=inside & (in_prompt == 0), sem="relaxed")
+def _list_new(listed_ptr, distinct_ptr, slot, column, new, room):
+    """Of all that count one id of a slot at a time, one finds 0 there: its atomic operation came first. That one lists the id."""
+    index = tl.atomic_add(distinct_ptr + slot, 1, mask=new, sem="relaxed")
+    tl.store(listed_ptr + slot * room + index, column, mask=new)

@@ -106,6 +106,8 @@ def test_launches_with_penalties_and_log_probabilities_never_wait(captured: Torc
 def test_counts_are_part_of_what_is_allocated_before_the_cache(checkpoint: Checkpoint) -> None:
     allowed = fraction_with(torch.cuda.mem_get_info()[0] // 2)
     engine = engine_of(checkpoint("qwen3"), num_pages=None, kv_cache_memory_bytes=None, memory_fraction=allowed, max_step_tokens=64)
-    assert engine.penalties.counts.shape == (SLOTS + 1, VOCAB_SIZE)
-    assert engine.penalties.counts.is_cuda
+    held = engine.penalties.held
+    assert held.counts.shape == (SLOTS + 1, VOCAB_SIZE)
+    assert held.listed.shape == (SLOTS + 1, min(VOCAB_SIZE, engine.max_length + 1))
+    assert all(each.is_cuda for each in held)
     assert len(engine.token_ids) == engine.facts.pages * PAGE_SIZE

@@ -64,6 +64,7 @@ DTYPE_NAMES = {
 TABLES = sorted(Path(linear.__file__).parent.glob("tuning_*.json"))
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BFLOAT16 = torch.bfloat16
+OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion", "launch_pdl")  # of a launch: how it is compiled
 
 
 class Launch(NamedTuple):
@@ -180,10 +181,10 @@ def state() -> None:
 
 def logit_changes() -> None:
     logits, number, slots = zeros(4, 151936, dtype=torch.float32), zeros(9, dtype=torch.float32), int32(4)
-    penalties.penalise_triton(logits, slots, int32(9, 151936), number, number, number, int32(9, 300), zeros(9, 300, dtype=torch.float32))
-    flags = torch.zeros(300, dtype=torch.bool)
-    penalties.count_triton(int32(9, 151936), int32(300), int32(300), flags)
-    penalties.recount_triton(int32(9, 151936), flags, slots, slots, flags, slots, int32(4096), int32(9, 64), 16)
+    held, flags = penalties.Held(int32(9, 151936), int32(9, 40961), int32(9)), torch.zeros(300, dtype=torch.bool)
+    penalties.penalise_triton(logits, slots, held, number, number, number, int32(9, 300), zeros(9, 300, dtype=torch.float32))
+    penalties.count_triton(held, flags, int32(300), int32(300))
+    penalties.recount_triton(held, flags, slots, slots, flags, slots, int32(4096), int32(9, 64), 16)
 
 
 def logprob_parts() -> None:
@@ -277,7 +278,7 @@ def test_compiles_within_registers_and_shared_memory(
     noted: list[Launch] = []
 
     def note(kernel: JITFunction[Any], *positional: object, grid: object, warmup: bool, **named: object) -> None:
-        options: dict[str, object] = {name: named.pop(name) for name in ("num_warps", "maxnreg", "launch_pdl") if name in named}
+        options: dict[str, object] = {name: named.pop(name) for name in OPTIONS if name in named}
         noted.append(Launch(kernel, {**dict(zip(kernel.arg_names, positional, strict=False)), **named}, options))
 
     monkeypatch.setattr(JITFunction, "run", note)

@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
@@ -6,6 +9,7 @@ from kernels.penalties import (
     IDS,
     IN_PROMPT,
     SHARES,
+    Held,
     count_torch,
     count_triton,
     penalise_torch,
@@ -18,7 +22,78 @@ from tests.kernels.support import DEVICE, generator, implementations, randn
 SLOTS, BIASES = 6, 4
 PENALTIES = [(0.0, 0.0, 1.0), (1.5, 0.0, 1.0), (0.0, -0.7, 1.0), (0.0, 0.0, 1.3), (-2.0, 0.25, 0.5), (0.3, 2.0, 1.0)]  # by slot
 
-PAIRS = list(zip(implementations(penalise_torch, penalise_triton), implementations(count_torch, count_triton), strict=True))
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Operations:
+    penalise: Callable[..., None]
+    count: Callable[..., None]
+    recount: Callable[..., None]
+
+    @property
+    def lists(self) -> bool:
+        """Whether they keep the lists."""
+        return self.recount is recount_triton
+
+
+IMPLEMENTATIONS = [
+    Operations(*each)
+    for each in zip(
+        implementations(penalise_torch, penalise_triton),
+        implementations(count_torch, count_triton),
+        implementations(recount_torch, recount_triton),
+        strict=True,
+    )
+]
+
+
+def int32s(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def bools(*values: bool) -> Tensor:
+    return torch.tensor(values, dtype=torch.bool, device=DEVICE)
+
+
+def zeros(slots: int, columns: int, tokens: int = 1000) -> Held:
+    held = Held.nothing(slots, columns, tokens, DEVICE)
+    held.counts.zero_()
+    return held
+
+
+def unbiased() -> tuple[Tensor, Tensor]:
+    return torch.full((SLOTS, BIASES), -1, dtype=torch.int32, device=DEVICE), torch.full((SLOTS, BIASES), torch.nan, device=DEVICE)
+
+
+def settings() -> tuple[Tensor, Tensor, Tensor]:
+    presence, frequency, repetition = torch.tensor(PENALTIES, device=DEVICE).T.contiguous()
+    return presence, frequency, repetition
+
+
+def recount_of(operations: Operations, held: Held, slot: int, prompt: list[int], output: list[int], first: int = 0) -> None:
+    """As when a prefill of the slot ends."""
+    ids = int32s(*prompt, *output)
+    pages = -(-len(ids) // PAGE) or 1
+    token_ids = torch.full((pages * PAGE,), -7, dtype=torch.int32, device=DEVICE)
+    token_ids[: len(ids)] = ids
+    page_table = torch.arange(pages, dtype=torch.int32, device=DEVICE).repeat(len(held.counts), 1)
+    counted, prompt_length = torch.ones_like(held.distinct, dtype=torch.bool), torch.full_like(held.distinct, len(prompt))
+    slots, lengths = int32s(slot), int32s(len(ids))
+    operations.recount(held, counted, slots, lengths, bools(True), prompt_length, token_ids, page_table, PAGE, first)
+
+
+def count_of(operations: Operations, held: Held, slot: int, ids: list[int], first: int = 0) -> None:
+    counted = torch.ones_like(held.distinct, dtype=torch.bool)
+    operations.count(held, counted, int32s(*[slot] * len(ids)), int32s(*ids), first)
+
+
+def check_lists(operations: Operations, held: Held, *slots: int) -> None:
+    """Each column that is counted is listed once, and no other."""
+    if operations.lists:
+        for slot in slots:
+            listed = held.listed[slot, : int(held.distinct[slot])].tolist()
+            assert sorted(listed) == held.counts[slot].nonzero().flatten().tolist(), f"slot {slot}"
 
 
 def expected_logits(logits: Tensor, prompt: list[int], output: list[int], slot: int, bias: dict[int, float], first: int) -> list[float]:
@@ -34,30 +109,28 @@ def expected_logits(logits: Tensor, prompt: list[int], output: list[int], slot: 
     return values
 
 
-@pytest.mark.parametrize("penalise, count", PAIRS)
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
 @pytest.mark.parametrize("columns, first", [(1, 0), (37, 0), (2500, 0), (129, 129), (64, 500)])
-def test_penalties_equal_a_count_by_hand(penalise, count, columns: int, first: int) -> None:
+def test_penalties_equal_a_count_by_hand(operations: Operations, columns: int, first: int) -> None:
     random = generator(columns)
-    counts = torch.zeros(SLOTS, columns, dtype=torch.int32, device=DEVICE)
-    bias_ids = torch.full((SLOTS, BIASES), -1, dtype=torch.int32, device=DEVICE)
-    bias_values = torch.full((SLOTS, BIASES), torch.nan, device=DEVICE)  # of no account where there is no id
+    held, (bias_ids, bias_values), penalties = zeros(SLOTS, columns), unbiased(), settings()
     sequences, biases = [], []
     for slot in range(SLOTS):
-        prompt, output = (torch.randint(first + columns + 5, (length,), generator=random, device=DEVICE) for length in (40, 60 * slot))
-        ids = torch.cat((prompt, output))
-        in_prompt = torch.arange(len(ids), device=DEVICE) < len(prompt)
-        for part in (slice(0, 30), slice(30, None)):  # chunks of a prefill
-            count(counts, torch.full_like(ids[part], slot), ids[part].int(), in_prompt[part], first)
-        sequences.append((prompt.tolist(), output.tolist()))
+        ids = (torch.randint(first + columns + 5, (length,), generator=random, device=DEVICE).tolist() for length in (40, 60 * slot))
+        prompt, output = ids
+        recount_of(operations, held, slot, prompt, output[: 10 * slot], first)  # again, after a preemption
+        for part in (slice(10 * slot, 30 * slot), slice(30 * slot, None)):
+            count_of(operations, held, slot, output[part], first)
+        sequences.append((prompt, output))
         used = torch.randperm(first + columns + 5, generator=random, device=DEVICE)[: slot % (BIASES + 1)]
         bias_ids[slot, : len(used)], bias_values[slot, : len(used)] = used.int(), randn(len(used), seed=slot)
         biases.append(dict(zip(used.tolist(), bias_values[slot].tolist(), strict=False)))
-    slots = torch.tensor([3, 0, 5, 1, 4, 2, 3], dtype=torch.int32, device=DEVICE)
+    check_lists(operations, held, *range(SLOTS))
+    slots = int32s(3, 0, 5, 1, 4, 2, 3)
     logits = randn(len(slots), columns + 3, seed=columns)[:, :columns]  # as gathered from ranks, whose padding is cut off
     logits[:, columns // 2] = -torch.inf
     before = logits.clone()
-    presence, frequency, repetition = torch.tensor(PENALTIES, device=DEVICE).T.contiguous()
-    penalise(logits, slots, counts, presence, frequency, repetition, bias_ids, bias_values, first)
+    operations.penalise(logits, slots, held, *penalties, bias_ids, bias_values, first)
     for row, slot in enumerate(slots.tolist()):
         prompt, output = sequences[slot]
         expected = expected_logits(before[row], prompt, output, slot, biases[slot], first)
@@ -65,28 +138,104 @@ def test_penalties_equal_a_count_by_hand(penalise, count, columns: int, first: i
     assert torch.equal(logits[1], before[1])
 
 
-@pytest.mark.parametrize("count", [count for _, count in PAIRS])
-def test_only_ids_of_these_columns_are_counted(count) -> None:
-    counts = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
-    ids = torch.tensor([-1, -2, 3, 4, 7, 8, 4, 4, 4], dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1, 0], dtype=torch.int32, device=DEVICE)
-    in_prompt = torch.tensor([0, 0, 0, 1, 0, 1, 0, 0, 0], dtype=torch.bool, device=DEVICE)
-    count(counts, slots, ids, in_prompt, first=4)
-    assert counts.tolist() == [[1, 0, 0, 0], [IN_PROMPT + 2, 0, 0, 1]]
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
+def test_every_bit_is_the_references(operations: Operations) -> None:
+    """Of rows with and without biases, some of them of ids that are held, with lists of many shares and of few."""
+    columns, penalties, (bias_ids, bias_values) = 3 * SHARES * IDS, settings(), unbiased()
+    held, random = zeros(SLOTS, columns, columns), generator(1)
+    for slot in range(SLOTS):
+        length = (0, 5, IDS, IDS + 1, SHARES * IDS - 50, 2 * SHARES * IDS)[slot]
+        output = torch.randperm(columns, generator=random, device=DEVICE)[:length].tolist()
+        recount_of(operations, held, slot, output[: length // 3], output[length // 3 :] + output[::3])
+        if slot % 2:
+            bias_ids[slot, 1:4] = int32s(output[0], output[-1], (output[0] + 1) % columns)
+            bias_values[slot, 1:4] = randn(3, seed=slot)
+    check_lists(operations, held, *range(SLOTS))
+    slots = int32s(*range(SLOTS), 4, 5)
+    logits = 7 * randn(len(slots), columns, seed=2)
+    expected = logits.clone()
+    penalise_torch(expected, slots, held, *penalties, bias_ids, bias_values)
+    operations.penalise(logits, slots, held, *penalties, bias_ids, bias_values)
+    assert torch.equal(logits.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("recount", implementations(recount_torch, recount_triton))
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
+def test_an_id_that_came_often_is_penalised_once_and_with_its_bias(operations: Operations) -> None:
+    held, (bias_ids, bias_values), one = zeros(1, 5), unbiased(), torch.ones(1, device=DEVICE)
+    recount_of(operations, held, 0, [3, 3, 4, 3], [3, 2, 3])
+    count_of(operations, held, 0, [2, 3, 1, 2, 3])
+    check_lists(operations, held, 0)
+    bias_ids[0, 0], bias_values[0, 0] = 3, 1.0
+    bias_ids[0, 2], bias_values[0, 2] = 0, -2.0
+    logits = torch.tensor([[1.0, 2.0, -3.0, 8.0, 5.0]], device=DEVICE)
+    operations.penalise(logits, int32s(0), held, one / 4, one / 2, 2 * one, bias_ids[:1], bias_values[:1])
+    once = [1 - 2, 2 / 2 - 0.75, -3 * 2 - 3 * 0.5 - 0.25, (8 + 1) / 2 - 4 * 0.5 - 0.25, 5 / 2]
+    assert logits.tolist() == [once]
+
+
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
+def test_rows_that_ask_for_nothing_keep_their_bits(operations: Operations) -> None:
+    held, (bias_ids, bias_values), penalties = zeros(SLOTS, 40), unbiased(), settings()
+    recount_of(operations, held, 0, [1, 2, 3], [3, 4])  # neither penalties nor biases
+    logits = randn(2, 40, seed=0)
+    logits[:, 3], logits[:, 4], logits[0, 2] = -torch.inf, -0.0, torch.nan
+    before = logits.clone()
+    operations.penalise(logits, int32s(0, 4), held, *penalties, bias_ids, bias_values, 0)  # 4: penalties, and holds nothing
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
+def test_only_ids_of_these_columns_and_of_slots_that_are_counted_are_counted(operations: Operations) -> None:
+    held = zeros(3, 4)
+    recount_of(operations, held, 1, [4, 3, 8, -1], [], first=4)
+    ids, slots = int32s(-1, -2, 3, 4, 7, 8, 4, 4, 4, 5), int32s(0, 1, 0, 1, 1, 0, 1, 1, 0, 2)
+    operations.count(held, bools(True, True, False), slots, ids, first=4)
+    assert held.counts.tolist() == [[1, 0, 0, 0], [IN_PROMPT + 3, 0, 0, 1], [0, 0, 0, 0]]
+    check_lists(operations, held, 0, 1, 2)
+
+
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
+def test_a_list_has_room_for_all_that_a_sequence_can_hold(operations: Operations) -> None:
+    """Whether that is every column, or fewer ids than there are; the slots beside it keep theirs."""
+    for columns, tokens in ((9, 100), (100, 9)):
+        held = zeros(3, columns, tokens)
+        assert held.listed.shape == (3, 9)
+        for slot, ids in enumerate(([8], [0, 1, 2, 3, 4], [1, 7])):
+            recount_of(operations, held, slot, ids[:1], ids[1:])
+        count_of(operations, held, 1, [8, 7, 6, 5, 5, 8])
+        assert held.counts.count_nonzero(1).tolist() == [1, 9, 2]
+        check_lists(operations, held, 0, 1, 2)
+
+
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
+def test_a_slot_keeps_nothing_of_the_sequence_before(operations: Operations) -> None:
+    held, (bias_ids, bias_values), penalties = zeros(SLOTS, 50), unbiased(), settings()
+    for slot, prompt, output in ((4, [*range(30)], [*range(10, 40)]), (4, [3], [45, 3]), (2, [3], [45, 3])):
+        recount_of(operations, held, slot, prompt, output)
+        count_of(operations, held, slot, [46, 46])
+    assert held.counts[4].tolist() == held.counts[2].tolist()
+    check_lists(operations, held, 2, 4)
+    logits = randn(1, 50, seed=0)
+    before = logits.clone()
+    operations.penalise(logits, int32s(4), held, *penalties, bias_ids, bias_values)
+    assert (logits != before).nonzero()[:, 1].tolist() == [3, 45, 46]
+
+
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
 @pytest.mark.parametrize("first, columns", [(0, 300), (128, 129)])
-def test_counts_are_made_anew_of_the_rows_that_start_to_yield(recount, first: int, columns: int) -> None:
+def test_counts_are_made_anew_of_the_rows_that_start_to_yield(operations: Operations, first: int, columns: int) -> None:
     page_size, max_pages, random = 16, 2 * SHARES * IDS // 16, generator(first)
     token_ids = torch.randint(0, 300, (SLOTS * max_pages * page_size,), generator=random, dtype=torch.int32, device=DEVICE)
     page_table = torch.randperm(SLOTS * max_pages, generator=random, device=DEVICE).int().view(SLOTS, max_pages)
-    counts = torch.full((SLOTS, columns), 77, dtype=torch.int32, device=DEVICE)
+    everything = torch.arange(columns, dtype=torch.int32, device=DEVICE)
+    counts, distinct = torch.full((SLOTS, columns), 77, dtype=torch.int32, device=DEVICE), int32s(*[columns] * SLOTS)
+    held = Held(counts, everything.repeat(SLOTS, 1), distinct)
     counted = torch.tensor([True, True, False, True, True, True], device=DEVICE)
     prompt_length = torch.tensor([0, 1, 5, 30, SHARES * IDS, 700], dtype=torch.int32, device=DEVICE)
     rows = [(4, SHARES * IDS + 300, True), (2, 9, True), (3, 17, True), (0, 5, False), (5, 700, True), (1, 0, True)]  # slot, length, yields
     slots, lengths, yields = (torch.tensor(column, device=DEVICE) for column in zip(*rows, strict=True))
-    recount(counts, counted, slots.int(), lengths.int(), yields, prompt_length, token_ids, page_table, page_size, first)
+    operations.recount(held, counted, slots.int(), lengths.int(), yields, prompt_length, token_ids, page_table, page_size, first)
+    check_lists(operations, held, *range(SLOTS))
     for slot, length, yielded in rows:
         expected = [77] * columns if not (yielded and counted[slot]) else [0] * columns
         if yielded and counted[slot]:

@@ -9,18 +9,19 @@ S slots and one of nobody, L columns of logits: the vocabulary ids from `first` 
 import torch
 from torch import Tensor
 
-from kernels.penalties import count, penalise, recount
+from kernels.penalties import Held, count, penalise, recount
 from services.worker.engine.slots import column_of, floats_of
-from shared.protocol.plan import MAX_BIASES, NO_TOKEN, SlotFlag
+from shared.protocol.plan import MAX_BIASES, SlotFlag
 
 NO_BIAS = -1
 
 
 class Penalties:
-    """By slot. Counts take `4 * L` bytes a slot; memory that nobody writes to is reserved on a GPU, and not even that on a CPU."""
+    """By slot. Counts take `4 * L` bytes a slot, the list of what is counted `4 * min(L, max_length)`; on a CPU only what is written."""
 
-    def __init__(self, slots: int, columns: int, first: int, device: torch.device) -> None:
-        self.counts = torch.empty(slots, columns, dtype=torch.int32, device=device)  # of `kernels.penalties`; once recounted
+    def __init__(self, slots: int, columns: int, first: int, max_length: int, device: torch.device) -> None:
+        """max_length: tokens of a sequence."""
+        self.held = Held.nothing(slots, columns, max_length + 1, device)  # a prompt as long as that still yields a token
         self.counted = torch.zeros(slots, dtype=torch.bool, device=device)  # as `Feature.PENALTIES` on the host
         self.presence, self.frequency = torch.zeros(2, slots, device=device)
         self.repetition = torch.ones(slots, device=device)
@@ -47,24 +48,14 @@ class Penalties:
 
     def recount(self, slots: Tensor, lengths: Tensor, yields: Tensor, token_ids: Tensor, page_table: Tensor, page_size: int) -> None:
         """Counts what the pages of prefill rows hold, of those that are counted and yield a token; see `kernels.penalties.recount`."""
-        own = self.counts, self.counted, slots, lengths, yields, self.prompt_length
+        own = self.held, self.counted, slots, lengths, yields, self.prompt_length
         recount(*own, token_ids, page_table, page_size, self._first)
 
     def apply(self, logits: Tensor, slots: Tensor) -> None:
-        """Changes logits `[B, L]` in place; slots `[B]` int64."""
-        penalise(
-            logits,
-            slots,
-            self.counts,
-            self.presence,
-            self.frequency,
-            self.repetition,
-            self.bias_ids,
-            self.bias_values,
-            self._first,
-        )
+        """Changes logits `[B, L]` in place; slots `[B]` int32."""
+        own = self.held, self.presence, self.frequency, self.repetition, self.bias_ids, self.bias_values
+        penalise(logits, slots, *own, self._first)
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
         """tokens `[B]` int32 were generated; negative: none."""
-        ids = tokens.where(self.counted[slots], NO_TOKEN)
-        count(self.counts, slots, ids, torch.zeros_like(self.counted[slots]), self._first)
+        count(self.held, self.counted, slots, tokens, self._first)
