@@ -5,7 +5,10 @@ from collections import deque
 from shared.protocol.generation_pb2 import GenerationSessionRequest
 
 MAX_SUBMITS = 64  # of one message: some 10 ms of the scheduler's time
-MAX_SUBMITS_BYTES = 1 << 20  # of one message, but for a single one that is larger
+# Of one message, but for a single one that is larger: some 8,700 tokens of prompts. The plan for the next message is made and sent while
+# the device computes that of the first: 16 prompts of 1,024 tokens at an idle H200 with Qwen3-0.6B take 41.0 and 41.4 ms in two messages,
+# 43.0 and 43.2 in one.
+MAX_SUBMITS_BYTES = 36_000
 
 
 def next_message(messages: deque[GenerationSessionRequest]) -> GenerationSessionRequest:
