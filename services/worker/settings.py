@@ -49,7 +49,7 @@ class WorkerSettings(Settings):
         True, description="GPUs of one host add up small messages through each other's memory, faster than NCCL does."
     )
     sampling_gather: Literal["full", "best", "candidates"] = Field(
-        "full", description="What ranks exchange to sample: all logits; for rows without filters each its best; or its best candidates."
+        "best", description="What ranks exchange to sample: all logits; for rows without filters each its best; or its best candidates."
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: its share of the CPUs, or of a CPU limit.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU.")

@@ -109,7 +109,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "PyNCCL": {"communicator": "pynccl", "peer_memory": False},
     "PyNCCL and peer memory": {"communicator": "pynccl"},
     "no graphs": {"cuda_graphs": False},
-    "each rank offers its best": {"sampling_gather": "best"},
+    "all logits are gathered": {"sampling_gather": "full"},
 }
 
 

@@ -53,7 +53,7 @@ def check_gpu(spec: RankSpec, max_length: int) -> None:
     if max_length < ALIGNED:
         raise ConfigError(f"max_model_len: on a GPU at least {ALIGNED}, got {max_length}")
     if spec.cuda_graphs and spec.sampling_gather == "candidates":
-        raise ConfigError("sampling_gather: candidates counts on the host, which no CUDA graph can hold: set --cuda-graphs false, or full")
+        raise ConfigError("sampling_gather: candidates counts on the host, which no CUDA graph can hold: set --cuda-graphs false, or best")
 
 
 def dtype_of(spec: RankSpec, device: torch.device) -> torch.dtype:

@@ -51,7 +51,7 @@ class RankSpec:
     start_timeout_s: float = 1800.0  # of the ranks' meeting
     step_timeout_s: float = 600.0  # of a collective
     load_format: LoadFormat = "auto"
-    sampling_gather: Literal["full", "best", "candidates"] = "full"
+    sampling_gather: Literal["full", "best", "candidates"] = "best"
     deterministic: bool = False
     profile_folder: Path | None = None
     log_level: str = "info"

@@ -83,7 +83,7 @@ class Runner:
             step = engine.begin(decode(words.data.cast("B")), words)
             for _ in range(iterations):
                 batch, values = step.forward()
-                copy = values.cpu().numpy().copy()
+                copy = engine.sampler.changeable(values).cpu().numpy().copy()  # all columns
                 result = step.choose(batch, values).cpu().numpy()
                 logprobs.append(records_of(result, np.array(lasts)))
                 for row, last, token, own in zip(rows, lasts, ids_of(result).tolist(), copy, strict=True):
