@@ -21,7 +21,7 @@ from services.worker.engine.profiled import DECODE, PREFILL, Kind
 TRACE_S = 60.0  # for a trace to be written
 SHOWN = 20  # kernels of the table; the others are one line
 NAME_LENGTH = 70
-SUMS = ("_flagged_kernel", "_one_shot_kernel", "_two_shot_kernel", "_streamed_kernel")
+SUMS = ("_flagged_kernel", "_one_shot_kernel", "_two_shot_kernel")
 COMMUNICATION = ("nccl", *SUMS, "gloo:", "c10d::")  # in names of what ranks do together
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SEED = 55

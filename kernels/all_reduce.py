@@ -1,13 +1,12 @@
 """Sums over the GPUs of one host through each other's memory, alone or fused with the residual addition and RMSNorm that follow.
 
 Every rank has a mailbox that all others can write to. A launch writes this rank's numbers into the others' mailboxes and adds up what
-came into its own, in the order of the ranks, in float32: all ranks get the same bits. Four ways:
+came into its own, in the order of the ranks, in float32: all ranks get the same bits. Three ways:
 
     flagged    every 4 bytes travel in one store with the number of the launch, and are polled for: nothing is waited for but the
                numbers themselves. Twice the bytes, for small messages.
     one-shot   everything to everyone, then one signal: released when the writes can be seen, acquired before they are read.
     two-shot   each rank adds up a share and passes the sum on: fewer bytes from four ranks on, a second signal.
-    streamed   one-shot in pieces, an epoch each: one travels while the one before it is added up. For messages of any size.
 
 W words of 4 bytes, T tokens, D hidden size.
 """
@@ -24,27 +23,19 @@ from kernels.launch import cdiv, next_power_of_2, pdl_options
 from kernels.mailboxes import (
     BLOCKS,
     CHUNK_BYTES,
-    PIECE_BYTES,
     WORDS,
     Peers,
     begin_epoch,
     chunk_offset,
     flagged_offset,
-    hear,
     mailbox_ptr,
     meet,
-    piece_offset,
-    piece_signal_offset,
-    tell,
 )
 from kernels.rms_norm import add_rms_norm_torch
 
-PIECES = 4  # of a program, while they are not smaller than a tile
 TILE = 4096  # elements that a program has in flight
 ALIGNED = 64  # elements: what a program has of a message, or a rank of that, is a multiple
 LEAST_WORDS = 512  # of a program, while there are programs left: a 16-byte load for each thread of 4 warps
-
-MAX_ELEMENTS = 1 << 30  # of a streamed message: places in it are int32
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -52,7 +43,6 @@ class Way(Enum):
     FLAGGED = "flagged"
     ONE_SHOT = "one-shot"
     TWO_SHOT = "two-shot"
-    STREAMED = "streamed"
 
 
 # By ranks: messages up to so many bytes go in which way; larger ones are for the library. `python -m benchmarks allreduce` tells what
@@ -70,8 +60,6 @@ NORM_BYTES = {2: 0, 4: 1 << 17, 8: 1 << 16}
 def fits(x: Tensor, way: Way) -> bool:
     """Whether a mailbox can take x: contiguous, of a dtype that is added up here, whole words, and not too large."""
     limit = BLOCKS.value * (4 * WORDS.value if way is Way.FLAGGED else CHUNK_BYTES.value)
-    if way is Way.STREAMED:
-        limit = MAX_ELEMENTS * x.element_size()
     return x.dtype in TRITON_DTYPES and x.is_contiguous() and x.data_ptr() % 16 == 0 and x.nbytes % 4 == 0 and 0 < x.nbytes <= limit
 
 
@@ -119,12 +107,7 @@ def all_reduce(x: Tensor, peers: Peers, way: Way) -> Tensor:
         share = _aligned(count, blocks * peers.size)
         _two_shot_kernel[(blocks,)](x, *to, share, peers.rank, peers.size, min(TILE, next_power_of_2(share)), **options)
         return x
-    chunk = _aligned(count, blocks)
-    if way is Way.ONE_SHOT:
-        _one_shot_kernel[(blocks,)](x, *to, chunk, peers.rank, peers.size, TILE, **options)
-    else:
-        piece = min(cdiv(cdiv(chunk, PIECES), TILE) * TILE, PIECE_BYTES.value // x.element_size())
-        _streamed_kernel[(blocks,)](x, *to, chunk, piece, peers.rank, peers.size, TILE, **options)
+    _one_shot_kernel[(blocks,)](x, *to, _aligned(count, blocks), peers.rank, peers.size, TILE, **options)
     return x
 
 
@@ -274,39 +257,6 @@ def _two_shot_kernel(
                 sums = tl.load(sums_ptr + element, mask=inside, cache_modifier=".cg")
                 tl.store(x_ptr + begin + element, sums, mask=inside)
     tl.store(epoch_ptr, epoch)
-
-
-@triton.jit
-def _streamed_kernel(
-    x_ptr, addresses_ptr, count, chunk, piece, RANK: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    block, offset = tl.program_id(0), tl.arange(0, TILE)
-    first = block * chunk
-    size = tl.minimum(count - first, chunk)
-    mailbox, epoch_ptr, epoch = begin_epoch(addresses_ptr, block, RANK, PDL)  # of the first piece
-    pieces = tl.maximum(tl.cdiv(size, piece), 0)
-    for number in range(pieces + 1):
-        if number < pieces:
-            own_ptr = x_ptr + first + number * piece
-            length = tl.minimum(size - number * piece, piece)
-            slot = piece_offset(block, epoch + number, SIZE)
-            for start in range(0, length, TILE):
-                element = start + offset
-                x = tl.load(own_ptr + element, mask=element < length)
-                _give(addresses_ptr, slot + RANK * PIECE_BYTES, element, x, element < length, RANK, SIZE)
-        if number > 0:  # the one before, while this one travels
-            before = number - 1
-            own_ptr = x_ptr + first + before * piece
-            length = tl.minimum(size - before * piece, piece)
-            slot = piece_offset(block, epoch + before, SIZE)
-            hear(mailbox, piece_signal_offset(block, epoch + before), epoch + before, RANK, SIZE)
-            for start in range(0, length, TILE):
-                element = start + offset
-                total = _sum(own_ptr, 0, mailbox, slot, PIECE_BYTES, element, element < length, RANK, SIZE, TILE)
-                tl.store(own_ptr + element, total, mask=element < length)
-        if number < pieces:
-            tell(addresses_ptr, piece_signal_offset(block, epoch + number), epoch + number, RANK, SIZE)
-    tl.store(epoch_ptr, epoch + pieces - 1)
 
 
 @triton.jit

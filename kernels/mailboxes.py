@@ -2,8 +2,7 @@
 
 A launch's programs never wait for each other, only program b for program b of the other ranks. Each counts its own launches, its
 epochs, in its mailbox, so that a captured launch counts on when it is replayed. What program b writes to alternates between two places:
-a peer comes to epoch e + 2 only after it has heard of our epoch e + 1, which we begin after everything of epoch e was read. Pieces go
-to four places in turn: a peer writes piece n after it has heard of our piece n - 2, which we tell of after piece n - 3 was read.
+a peer comes to epoch e + 2 only after it has heard of our epoch e + 1, which we begin after everything of epoch e was read.
 
 All ranks make the same launches in the same order, on one stream each. Letters as in `all_reduce`.
 """
@@ -19,17 +18,13 @@ BLOCKS = tl.constexpr(64)  # programs of a launch at most: all of them run at a 
 LINE_BYTES = tl.constexpr(64)  # of signals: a word for each rank
 WORDS = tl.constexpr(4096)  # that a program sends flagged
 CHUNK_BYTES = tl.constexpr(1 << 18)  # that a program sends otherwise
-PIECE_BYTES = tl.constexpr(1 << 15)  # at most, of a streamed message
 
-# A mailbox: epochs int32 [BLOCKS]; signals int32 [2, phases, BLOCKS, LINE], those of pieces int32 [4, BLOCKS, LINE]; flagged words
-# int64 [2, BLOCKS, ranks, WORDS]; chunks [2, BLOCKS, ranks, CHUNK_BYTES]; pieces [4, BLOCKS, ranks, PIECE_BYTES]. The twos and fours
-# are the alternating places.
+# A mailbox: epochs int32 [BLOCKS]; signals int32 [2, phases, BLOCKS, LINE]; flagged words int64 [2, BLOCKS, ranks, WORDS]; chunks
+# [2, BLOCKS, ranks, CHUNK_BYTES]. The twos are the alternating places.
 SIGNALS = tl.constexpr(1024)
-PIECE_SIGNALS = tl.constexpr(SIGNALS.value + 2 * 2 * BLOCKS.value * LINE_BYTES.value)
-FLAGGED = tl.constexpr(PIECE_SIGNALS.value + 4 * BLOCKS.value * LINE_BYTES.value)
-FLAGGED_BYTES = tl.constexpr(2 * BLOCKS.value * WORDS.value * 8)  # for each rank, as are the next two
+FLAGGED = tl.constexpr(SIGNALS.value + 2 * 2 * BLOCKS.value * LINE_BYTES.value)
+FLAGGED_BYTES = tl.constexpr(2 * BLOCKS.value * WORDS.value * 8)  # for each rank, as is the next one
 CHUNKS_BYTES = tl.constexpr(2 * BLOCKS.value * CHUNK_BYTES.value)
-PIECES_BYTES = tl.constexpr(4 * BLOCKS.value * PIECE_BYTES.value)
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ def mailbox_bytes(size: int) -> int:
     """Of each of `size` ranks. Raises ValueError for more than MAX_RANKS."""
     if size > MAX_RANKS:
         raise ValueError(f"at most {MAX_RANKS} ranks share memory, got {size}")
-    return int(FLAGGED.value + size * (FLAGGED_BYTES.value + CHUNKS_BYTES.value + PIECES_BYTES.value))
+    return int(FLAGGED.value + size * (FLAGGED_BYTES.value + CHUNKS_BYTES.value))
 
 
 @triton.jit
@@ -67,18 +62,6 @@ def chunk_offset(block, epoch, SIZE: tl.constexpr):
 
 
 @triton.jit
-def piece_offset(block, epoch, SIZE: tl.constexpr):
-    """The same to a program's piece of an epoch, `[SIZE, PIECE_BYTES]`."""
-    return FLAGGED + SIZE * (FLAGGED_BYTES + CHUNKS_BYTES) + ((epoch & 3) * BLOCKS + block).to(tl.int64) * (SIZE * PIECE_BYTES)
-
-
-@triton.jit
-def piece_signal_offset(block, epoch):
-    """The same to the line of signals of a program's piece, int32 `[SIZE]`."""
-    return PIECE_SIGNALS + (((epoch & 3) * BLOCKS + block) * LINE_BYTES).to(tl.int64)
-
-
-@triton.jit
 def begin_epoch(addresses_ptr, block, RANK: tl.constexpr, PDL: tl.constexpr):
     """This rank's mailbox, where a program's last epoch stands in it, and the next one; x may be read from here on."""
     mailbox = tl.load(addresses_ptr + RANK)
@@ -91,28 +74,16 @@ def begin_epoch(addresses_ptr, block, RANK: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def meet(addresses_ptr, mailbox, block, epoch, phase: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Tells the peers that what was written to them is there, and waits until they have told the same."""
-    line = SIGNALS + ((((epoch & 1) * 2 + phase) * BLOCKS + block) * LINE_BYTES).to(tl.int64)
-    tell(addresses_ptr, line, epoch, RANK, SIZE)
-    hear(mailbox, line, epoch, RANK, SIZE)
-
-
-@triton.jit
-def tell(addresses_ptr, line, epoch, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Signals to all peers, in the line of this offset, that what was written to them is there.
+    """Tells the peers that what was written to them is there, and waits until they have told the same.
 
     A signal is the epoch itself, at alternating places: a peer that is ahead does not overwrite the one that we wait for, and the
     comparison for equality holds when the count goes round.
     """
+    line = SIGNALS + ((((epoch & 1) * 2 + phase) * BLOCKS + block) * LINE_BYTES).to(tl.int64)
     tl.debug_barrier()  # the writes of all threads come before the one thread's release
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             tl.atomic_xchg(mailbox_ptr(tl.load(addresses_ptr + peer), line, tl.int32) + RANK, epoch, sem="release", scope="sys")
-
-
-@triton.jit
-def hear(mailbox, line, epoch, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Waits for the signals of all peers: what they have written for this epoch may be read."""
     for source in tl.static_range(SIZE):
         if source != RANK:
             signal_ptr = mailbox_ptr(mailbox, line, tl.int32) + source

@@ -29,7 +29,7 @@ from tests.gpu.ranks import run
 EPS = 1e-6
 CHAIN_ERROR = 5e-2  # of twelve operations in bfloat16, relative
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COUNTS = (2, 130, 5_120, 32_768, 50_002, 262_144, 1_000_002, 8_388_608, 12_000_002)  # elements
+COUNTS = (2, 130, 5_120, 32_768, 50_002, 262_144, 1_000_002, 8_388_608)  # elements
 ROWS = ((1, 5120), (3, 1024), (16, 4096), (1, 8192), (5, 896), (64, 5120))
 PLACES = [
     pytest.param((0, 0), id="one GPU"),

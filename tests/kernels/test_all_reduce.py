@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from kernels import all_reduce as module
 from kernels.all_reduce import (
     WAYS,
     Way,
@@ -62,7 +60,6 @@ def parts(size: int, *shape: int, dtype: torch.dtype, seed: int = 0) -> list[Ten
 def test_two_ranks_get_the_sum_time_after_time_and_the_norm_of_it() -> None:
     """Sizes beside the powers of two, in one program and in several; the ways mixed, so that programs differ in their epochs."""
     sizes = [(Way.FLAGGED, 2), (Way.ONE_SHOT, 4_100), (Way.FLAGGED, 1_026), (Way.TWO_SHOT, 4_102), (Way.TWO_SHOT, 10), (Way.FLAGGED, 1_026)]
-    sizes += [(Way.STREAMED, 10), (Way.ONE_SHOT, 4_100), (Way.STREAMED, 4_102)]
     launches = [(way, parts(2, count, dtype=dtype, seed=number)) for dtype in DTYPES for number, (way, count) in enumerate(sizes)]
     norms = [
         (parts(2, tokens, width, dtype=dtype, seed=9), parts(1, tokens, width, dtype=dtype) * 2, randn(width, seed=7, dtype=dtype))
@@ -101,25 +98,6 @@ def test_three_ranks_over_the_end_of_the_count() -> None:
     run(3, rank_main, first_epoch=2**31 - 2)
     for (way, each), was in zip(launches, before, strict=True):
         assert all(torch.equal(part, all_reduce_torch(was)) for part in each), way
-
-
-@in_the_interpreter
-def test_messages_of_many_pieces_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four programs of small tiles, with up to six pieces each; in the second launch one has nothing to do, and is behind from then on."""
-    monkeypatch.setattr(module, "BLOCKS", tl.constexpr(4))
-    monkeypatch.setattr(module, "TILE", 64)
-    monkeypatch.setattr(module, "PIECES", 6)
-    counts = (4 * 64 * 5 + 70, 130, 4 * 64 * 6 - 2, 4 * 64)
-    launches = [parts(2, count, dtype=torch.float32, seed=number) for number, count in enumerate(counts)]
-    before = [[part.clone() for part in each] for each in launches]
-
-    def rank_main(peers: Peers) -> None:
-        for each in launches:
-            all_reduce(each[peers.rank], peers, Way.STREAMED)
-
-    run(2, rank_main, first_epoch=2**31 - 4)
-    for each, was in zip(launches, before, strict=True):
-        assert all(torch.equal(part, all_reduce_torch(was)) for part in each), len(each[0])
 
 
 def test_the_reference_adds_in_float32_in_the_order_of_the_ranks() -> None:
