@@ -1,7 +1,7 @@
-"""What top-k, top-p and min-p keep of a row's logits, and the best score among it: the parts of `kernels.sampling` for filtered rows.
+"""What a top-k, and top-p and min-p after it, keep of a row's logits, and the best score among it.
 
-Nothing below a bound can be kept: the k-th largest of the maxima of short runs of columns, a top-p tail that all columns together
-cannot fill, min-p itself. The columns above it are gathered from the runs that reach it, and the cut is searched among them.
+Nothing below a bound can be kept: the k-th largest of the maxima of short runs of columns, or what min-p allows. The columns above it
+are gathered from the runs that reach it, and the cut is searched among them. Rows without a top-k: `kernels.trials`.
 """
 
 import triton
@@ -10,104 +10,66 @@ import triton.language as tl
 from kernels.noise import gumbel_block
 from kernels.search import BLOCK, find_cut, gather, kth_largest_bound, logit_of, order_key, write_hits
 
-GATHERED_RUNS = tl.constexpr(32)  # at a time, by a program that leaves a row with more than there is room for to others
+
+@triton.jit
+def is_ranked(top_k, columns):
+    return (top_k > 0) & (top_k < columns)
 
 
 @triton.jit
-def is_filtered(top_k, top_p, min_p, columns):
-    return ((top_k > 0) & (top_k < columns)) | (top_p < 1) | (min_p > 0)
-
-
-@triton.jit
-def choose_filtered(
-    row_ptr, maxima_ptr, hits_ptr, ids_ptr, gathered_ptr, largest, mass, temperature, top_k, top_p, min_p, seed, position,
+def choose_ranked(
+    row_ptr, maxima_ptr, hits_ptr, ids_ptr, gathered_ptr, largest, temperature, top_k, top_p, min_p, seed, position,
     first, columns, runs, RUN: tl.constexpr, RUNS_BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The column of the best score among what the filters keep.
+    """The column of the best score among what the filters keep, top_k among them.
 
-    maxima_ptr: the largest logit of each run of RUN columns; mass: of the row, relative to its largest logit, which is finite.
-    hits_ptr, ids_ptr and gathered_ptr: room for a number a run, ROOM ids and ROOM logits.
+    maxima_ptr: the largest logit of each run of RUN columns, that of all is `largest` and finite. hits_ptr, ids_ptr and gathered_ptr: room
+    for a number a run, ROOM ids and ROOM logits.
     """
-    top_k, fails, holds, hits = _bounds(maxima_ptr, hits_ptr, largest, mass, temperature, top_k, top_p, min_p, columns, runs, RUNS_BLOCK)
+    fails, holds, hits = _bounds(maxima_ptr, hits_ptr, largest, temperature, top_k, top_p, min_p, runs, RUNS_BLOCK)
     found = gather(row_ptr, hits_ptr, hits, ids_ptr, gathered_ptr, tl.full([], 0, tl.int32), fails, holds, columns, RUN, ROOM)
     if found <= ROOM:
         winner = _choose(
-            gathered_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, found, hits, found, fails, holds, largest, mass, temperature,
+            gathered_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, found, hits, found, fails, holds, largest, temperature,
             top_k, top_p, min_p, seed, position, first, columns, True, RUN, ROOM,
         )  # fmt: skip
     else:
         winner = _choose(
-            row_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, columns, hits, found, fails, holds, largest, mass, temperature,
+            row_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, columns, hits, found, fails, holds, largest, temperature,
             top_k, top_p, min_p, seed, position, first, columns, False, RUN, ROOM,
         )  # fmt: skip
     return winner
 
 
 @triton.jit
-def choose_gathered(
-    row_ptr, maxima_ptr, hits_ptr, ids_ptr, gathered_ptr, largest, mass, temperature, top_k, top_p, min_p, seed, position,
-    first, columns, runs, RUN: tl.constexpr, RUNS_BLOCK: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """As `choose_filtered`, of a row that has no more than fits; of others the number that it returns first is above ROOM.
-
-    Returns that number, the winner, and what bounds the search: top_k, `fails` and `holds`.
-    """
-    top_k, fails, holds, hits = _bounds(maxima_ptr, hits_ptr, largest, mass, temperature, top_k, top_p, min_p, columns, runs, RUNS_BLOCK)
-    found = tl.full([], 0, tl.int32)
-    for begin in tl.range(0, hits, GATHERED_RUNS):
-        if found <= ROOM:
-            count = tl.minimum(hits - begin, GATHERED_RUNS)
-            found = gather(row_ptr, hits_ptr + begin, count, ids_ptr, gathered_ptr, found, fails, holds, columns, RUN, ROOM)
-    winner = tl.full([], 0, tl.int32)
-    if found <= ROOM:
-        winner = _choose(
-            gathered_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, found, hits, found, fails, holds, largest, mass, temperature,
-            top_k, top_p, min_p, seed, position, first, columns, True, RUN, ROOM,
-        )  # fmt: skip
-    return found, winner, top_k, fails, holds
-
-
-@triton.jit
-def _bounds(
-    maxima_ptr, hits_ptr, largest, mass, temperature, top_k, top_p, min_p, columns, runs, RUNS_BLOCK: tl.constexpr
-):  # fmt: skip
-    """The number of ids that top_k keeps, keys that nothing kept is at or below and above, and how many runs reach the first."""
-    top_k = tl.where(top_k > 0, tl.minimum(top_k, columns), columns)
+def _bounds(maxima_ptr, hits_ptr, largest, temperature, top_k, top_p, min_p, runs, RUNS_BLOCK: tl.constexpr):
+    """Keys that nothing kept is at or below and above, and how many runs reach beyond the first."""
     run = tl.arange(0, RUNS_BLOCK)
     maxima = tl.load(maxima_ptr + run, mask=run < runs, other=float("-inf"))
     low = tl.full([], float("-inf"), tl.float32)
     if top_k <= runs:  # as many runs, so as many logits, reach the k-th largest of their maxima
         low = kth_largest_bound(order_key(maxima), top_k)
-    elif (top_k == columns) & (top_p < 1):  # all ids below this share of 1 - top_p together cannot reach 1 - top_p
-        low = largest + temperature * tl.log((1 - top_p) * mass / columns * 0.5)
     if (min_p > 0) & (top_p >= 1):  # with top_p, what min_p drops still counts in the mass
         low = tl.maximum(low, largest + temperature * (tl.log(min_p) - 1e-3))
     fails = tl.maximum(order_key(low).to(tl.int64) - 1, order_key(tl.full([], float("-inf"), tl.float32)).to(tl.int64))
     holds = order_key(largest).to(tl.int64)
-
     hits = write_hits(hits_ptr, run, (maxima >= low) & (run < runs))
-    return top_k, fails, holds, hits
+    return fails, holds, hits
 
 
 @triton.jit
 def _choose(
-    source_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, count, hits, found, fails, holds, largest, mass, temperature,
+    source_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, count, hits, found, fails, holds, largest, temperature,
     top_k, top_p, min_p, seed, position, first, columns, GATHERED: tl.constexpr, RUN: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Of `count` logits from source_ptr: all that can be kept, gathered, or the whole row. `found`: how many have keys in between."""
     limit = tl.full([], float("inf"), tl.float32)
-    cut, above, mass_above, equal = holds, tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float32), found
-    if (top_k >= columns) & (top_p >= 1):
-        cut = fails  # min-p alone: every one of them, and it is looked at below
-    if top_k < columns:
-        cut, above, mass_above, equal = find_cut(
-            source_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, count, hits, found, fails, holds, largest, temperature, top_k, limit,
-            columns, GATHERED, RUN, ROOM,
-        )  # fmt: skip
+    cut, above, mass_above, equal = find_cut(
+        source_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, count, hits, found, fails, holds, largest, temperature, top_k, limit,
+        columns, GATHERED, RUN, ROOM,
+    )  # fmt: skip
     if top_p < 1:
-        if top_k < columns:
-            mass = mass_above + tl.minimum(top_k - above, equal) * tl.exp((logit_of(cut) - largest) / temperature)
-        limit = top_p * mass
+        limit = top_p * (mass_above + tl.minimum(top_k - above, equal) * tl.exp((logit_of(cut) - largest) / temperature))
         cut, above, mass_above, equal = find_cut(
             source_ptr, row_ptr, hits_ptr, ids_ptr, gathered_ptr, count, hits, found, fails, holds, largest, temperature, top_k, limit,
             columns, GATHERED, RUN, ROOM,

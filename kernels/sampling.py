@@ -1,7 +1,8 @@
 """The next token of every row. B rows, V columns of logits: the vocabulary ids from `first` on.
 
-On a GPU no row is sorted. The noise makes sampling an argmax, so one pass over the logits serves greedy and unfiltered rows; how
-filtered rows are cut stands in `kernels.filters`. The host decides nothing: what a row asks for is read on the device.
+On a GPU no row is sorted. The noise makes sampling an argmax, and one pass over the logits tells how good the scores of each tile of them
+can be at most: the best one is looked for in those tiles only that can hold it, mostly in one. How rows are cut stands in `kernels.filters`
+for those with a top-k and in `kernels.trials` for others. The host decides nothing: what a row asks for is read on the device.
 """
 
 import torch
@@ -9,17 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.filters import choose_filtered, choose_gathered, is_filtered
-from kernels.flat_rows import FLAG, FLOATS, LIST, PLAN, SETTLED, plan_flat_row, settle_flat_rows
+from kernels.filters import is_ranked
 from kernels.launch import cdiv, next_power_of_2, pdl_options
-from kernels.noise import gumbel, gumbel_block
-from kernels.search import ROOM, WARPS
+from kernels.noise import gumbel, gumbel_bound, uniform_block
+from kernels.search import LOG2_E
+from kernels.trials import OPEN, RANKED, SETTLED, best_column, most_before, settle, tile_masses
 
 GREEDY_BELOW = tl.constexpr(1e-5)  # temperature under which a row is greedy: dividing by less overflows float32
 FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN
-TILE = 1024  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
+TILE = 2048  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
 RUN = 128  # columns of which the first pass keeps a maximum
-SHARED_ROWS = False  # whether rows of flat logits are shared among programs: see `kernels.flat_rows`
+SCAN_WARPS, CHOOSE_WARPS = 4, 8
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -114,9 +115,8 @@ def sample_triton(
     positions: Tensor,
     first: int = 0,
     slots: Tensor | None = None,
-    shared: bool = SHARED_ROWS,
 ) -> Tensor:
-    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first, slots, shared)
+    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first, slots)
 
 
 def _launch(
@@ -129,46 +129,42 @@ def _launch(
     positions: Tensor | None,
     first: int,
     slots: Tensor | None,
-    shared: bool = False,
 ) -> Tensor:
     (rows, columns), device = logits.shape, logits.device
     ids = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return ids
     tiles, random = cdiv(columns, TILE), temperature is not None
-    runs = tiles * (TILE // RUN) if random else 0
-    scores, masses = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
-    winners = torch.empty(rows, tiles, dtype=torch.int32, device=device)
-    maxima = torch.empty(rows, runs, dtype=torch.float32, device=device)
-    hits = torch.empty(rows, runs, dtype=torch.int32, device=device)
-    gathered = torch.empty(rows, ROOM if random else 0, dtype=torch.float32, device=device)
-    gathered_ids = torch.empty_like(gathered, dtype=torch.int32)
-    plan = torch.empty(rows, PLAN if shared else 0, dtype=torch.int64, device=device)
-    floats = torch.empty(rows, FLOATS if shared else 0, dtype=torch.float32, device=device)
-    listed = torch.empty(rows if shared else 0, dtype=torch.int32, device=device)
-    parameters = (temperature, top_k, top_p, min_p, seeds, positions, slots)
+    runs, random_rows = tiles * (TILE // RUN), rows if random else 0
+    bounds, tops, masses = torch.empty(3, rows, tiles, dtype=torch.float32, device=device)
+    maxima = torch.empty(random_rows, runs, dtype=torch.float32, device=device)
+    flags = torch.empty(random_rows, dtype=torch.int32, device=device)
+    totals = torch.empty(random_rows, 2, dtype=torch.float32, device=device)
+    parameters, by_slot = (temperature, top_k, top_p, min_p, seeds, positions, slots), slots is not None
     _scan_kernel[(tiles, rows)](
-        logits, scores, masses, winners, maxima, *parameters, first, columns, logits.stride(0), tiles, random, slots is not None,
-        TILE, RUN, num_warps=4, **pdl_options(device),
+        logits, bounds, tops, masses, maxima, *parameters, first, columns, logits.stride(0), tiles, random, by_slot, TILE, RUN,
+        num_warps=SCAN_WARPS, **pdl_options(device),
     )  # fmt: skip
     _choose_kernel[(rows,)](
-        logits, scores, masses, winners, maxima, hits, gathered_ids, gathered, ids, plan, floats, listed, *parameters,
-        first, columns, logits.stride(0), tiles, runs, random, slots is not None, next_power_of_2(tiles), RUN,
-        next_power_of_2(runs), ROOM, shared, LIST, PLAN, FLOATS, num_warps=WARPS if random else 4, **pdl_options(device),
+        logits, bounds, tops, masses, ids, flags, totals, *parameters, first, columns, logits.stride(0), tiles, random, by_slot,
+        TILE, next_power_of_2(tiles), num_warps=CHOOSE_WARPS, **pdl_options(device),
     )  # fmt: skip
-    if shared:
-        scratch, search = (maxima, hits, gathered_ids, gathered), (runs, RUN, next_power_of_2(runs), ROOM)
-        settle_flat_rows(logits, ids, plan, floats, listed, scratch, parameters, first, search)
+    if random:
+        settle(logits, ids, flags, totals, (bounds, tops, masses, maxima), parameters, first, TILE, RUN)
     return ids
 
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr, scores_ptr, masses_ptr, winners_ptr, maxima_ptr,
+    logits_ptr, bounds_ptr, tops_ptr, masses_ptr, maxima_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr, first, columns, row_stride, tiles,
     RANDOM: tl.constexpr, BY_SLOT: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile, for filtered rows: its largest logit and its softmax denominator; for others: its best score and where."""
+    """What a tile's scores are at most: its largest logit where rows are greedy or have a top-k, else with noise.
+
+    Beside it, for a top-k, the largest logits of its runs, for top-p and min-p alone its largest logit and its softmax denominator. A
+    NaN makes the bound one.
+    """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -176,74 +172,76 @@ def _scan_kernel(
     column = tile * TILE + tl.arange(0, TILE)
     logits = tl.load(logits_ptr + row * row_stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
     failed = tl.max((logits != logits).to(tl.int32), axis=0) > 0
-    scores = logits
+    top = tl.max(logits, axis=0)
+    bound = top
     place = row * tiles + tile
     if RANDOM:
         slot = tl.load(slots_ptr + row) if BY_SLOT else row
         temperature = tl.load(temperature_ptr + slot)
         if temperature >= GREEDY_BELOW:
-            top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
-            if is_filtered(top_k, top_p, min_p, columns):
-                largest = tl.max(logits, axis=0)
-                exponent = tl.where(logits > float("-inf"), (logits - largest) / temperature, float("-inf"))
-                tl.store(masses_ptr + place, tl.sum(tl.exp(exponent), axis=0))
+            if is_ranked(tl.load(top_k_ptr + slot), columns):
                 RUNS: tl.constexpr = TILE // RUN
                 maxima = tl.max(tl.reshape(logits, [RUNS, RUN]), axis=1)
                 tl.store(maxima_ptr + place * RUNS + tl.arange(0, RUNS), maxima)
             else:
-                scores = logits / temperature + gumbel_block(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), first + column)
-    best, winner = tl.max(scores, axis=0, return_indices=True)
-    tl.store(scores_ptr + place, best)
-    tl.store(winners_ptr + place, tl.where(failed, FAILED, tile * TILE + winner))
+                uniform = uniform_block(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), first + column)
+                bound = tl.max(logits * (1 / temperature) + gumbel_bound(uniform), axis=0)
+                if (tl.load(top_p_ptr + slot) < 1) | (tl.load(min_p_ptr + slot) > 0):
+                    origin = tl.where(top > float("-inf"), top, 0.0)
+                    tl.store(tops_ptr + place, top)
+                    tl.store(masses_ptr + place, tl.sum(tl.exp2((logits - origin) * (LOG2_E / temperature)), axis=0))
+    tl.store(bounds_ptr + place, tl.where(failed, float("nan"), bound))
 
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, scores_ptr, masses_ptr, winners_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr, gathered_ptr, ids_ptr,
-    plan_ptr, floats_ptr, listed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr,
-    first, columns, row_stride, tiles, runs, RANDOM: tl.constexpr, BY_SLOT: tl.constexpr, TILES_BLOCK: tl.constexpr, RUN: tl.constexpr,
-    RUNS_BLOCK: tl.constexpr, ROOM: tl.constexpr, SHARED_ROWS: tl.constexpr, LIST: tl.constexpr, PLAN: tl.constexpr, FLOATS: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, bounds_ptr, tops_ptr, masses_ptr, ids_ptr, flags_ptr, totals_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr, first, columns, row_stride, tiles,
+    RANDOM: tl.constexpr, BY_SLOT: tl.constexpr, TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's tiles; for filtered rows, of what the filters keep."""
+    """The best score of a row; where top-p may drop its column, that is the first trial. Rows with a top-k are left as they are."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.arange(0, TILES_BLOCK)
-    scores = tl.load(scores_ptr + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
-    winners = tl.load(winners_ptr + row * tiles + tile, mask=tile < tiles, other=0)
-    failed = tl.min(winners, axis=0) < 0
-    largest, best_tile = tl.max(scores, axis=0, return_indices=True)
-    winner = tl.sum(tl.where(tile == best_tile, winners, 0), axis=0)
-    if SHARED_ROWS:
-        tl.store(plan_ptr + row * PLAN + FLAG, SETTLED)
+    place = row * tiles + tile
+    bounds = tl.load(bounds_ptr + place, mask=tile < tiles, other=float("-inf"))
+    failed = tl.max((bounds != bounds).to(tl.int32), axis=0) > 0
+    bounds = tl.where(failed, float("-inf"), bounds)  # nothing to look for
+    row_ptr = logits_ptr + row * row_stride
     if RANDOM:
         slot = tl.load(slots_ptr + row) if BY_SLOT else row
         temperature = tl.load(temperature_ptr + slot)
         top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
-        finite = (largest > float("-inf")) & (largest < float("inf"))
-        if (temperature >= GREEDY_BELOW) & is_filtered(top_k, top_p, min_p, columns) & finite:
-            masses = tl.load(masses_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
-            mass = tl.sum(masses * tl.exp((scores - largest) / temperature), axis=0)
-            row_ptr, seed, position = logits_ptr + row * row_stride, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
-            maxima_ptr += row * runs
-            hits_ptr += row * runs
-            gathered_ids_ptr += row * ROOM
-            gathered_ptr += row * ROOM
-            if SHARED_ROWS:
-                found, winner, top_k, fails, holds = choose_gathered(
-                    row_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr, gathered_ptr, largest, mass, temperature, top_k, top_p, min_p,
-                    seed, position, first, columns, runs, RUN, RUNS_BLOCK, ROOM,
-                )  # fmt: skip
-                if (found > ROOM) & (failed == 0):
-                    plan_flat_row(
-                        plan_ptr + row * PLAN, floats_ptr + row * FLOATS, listed_ptr + row, row_ptr, fails, holds, largest, mass,
-                        temperature, top_k, top_p, columns, LIST,
-                    )  # fmt: skip
-            else:
-                winner = choose_filtered(
-                    row_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr, gathered_ptr, largest, mass, temperature, top_k, top_p, min_p,
-                    seed, position, first, columns, runs, RUN, RUNS_BLOCK, ROOM,
-                )  # fmt: skip
+        seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+        noisy = temperature >= GREEDY_BELOW
+        ranked = noisy & is_ranked(top_k, columns)
+        tried = noisy & ((top_p < 1) | (min_p > 0)) & (ranked == 0)
+        scanned = tile < tl.where(tried, tiles, 0)
+        tops = tl.where(ranked, bounds, tl.load(tops_ptr + place, mask=scanned, other=float("-inf")))
+        largest = tl.max(tops, axis=0)
+        cut = _is_finite(largest / temperature)  # else there is nothing to cut, or no way to tell where
+        masses = tile_masses(tops, tl.load(masses_ptr + place, mask=scanned, other=0.0), largest, temperature)
+        mass = tl.sum(masses, axis=0)
+        tl.store(totals_ptr + row * 2, largest)
+        tl.store(totals_ptr + row * 2 + 1, mass)
+        winner, flag = tl.full([], 0, tl.int32), tl.full([], RANKED, tl.int32)
+        if not (ranked & cut):
+            limit = tl.where(cut & (top_p < 1), top_p * mass, float("inf"))
+            noisy &= limit > 1  # else the largest logit alone reaches it
+            winner = best_column(
+                row_ptr, tl.where(limit > 1, bounds, tops), float("-inf"), columns, tl.where(cut, largest, 0.0),
+                tl.where(cut, tl.minimum(min_p, 1.0), 0.0), noisy, temperature, seed, position, first, columns, TILE,
+            )  # fmt: skip
+            most = most_before(tops, masses, tl.load(row_ptr + winner).to(tl.float32), largest, temperature)
+            flag = tl.where(noisy & cut & (most >= limit), OPEN, SETTLED)
+        tl.store(flags_ptr + row, tl.where(failed, SETTLED, flag))
+    else:
+        winner = best_column(row_ptr, bounds, float("-inf"), columns, 0.0, 0.0, False, 1.0, 0, 0, first, columns, TILE)
     tl.store(ids_ptr + row, tl.where(failed, FAILED, first + winner))
+
+
+@triton.jit
+def _is_finite(x):
+    return (x > float("-inf")) & (x < float("inf"))

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.noise import GAMMA, UNIFORM_BITS, UNIFORM_STEP, _finalise, _signed, gumbel, gumbel_block
+from kernels.noise import GAMMA, UNIFORM_BITS, UNIFORM_STEP, _finalise, _hash, _signed, gumbel, gumbel_block, gumbel_bound, uniform_block
+from tests.chi_square import assert_distributed
 from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 1234567]
@@ -22,8 +23,14 @@ def expected() -> Any:
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             return z ^ (z >> np.uint64(31))
 
-    keys = splitmix(np.array(SEEDS, dtype=np.int64).view(np.uint64), np.array(POSITIONS, dtype=np.uint64))
-    bits = splitmix(keys[:, None], np.array(IDS, dtype=np.uint64)[None]) >> np.uint64(41)
+    def murmur(x: Any) -> Any:
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> np.uint32(16))
+
+    keys = splitmix(np.array(SEEDS, dtype=np.int64).view(np.uint64), np.array(POSITIONS, dtype=np.uint64))[:, None]
+    slope, offset = (keys >> np.uint64(32)).astype(np.uint32) | np.uint32(1), keys.astype(np.uint32)
+    bits = murmur(np.array(IDS, dtype=np.uint32) * slope + offset) >> np.uint32(9)
     return -np.log(-np.log((bits.astype(np.float64) + 0.5) * 2.0**-23))
 
 
@@ -31,6 +38,11 @@ def test_the_stream_is_splitmix64():
     outputs = _finalise(1234567 + (torch.arange(3) + 1) * _signed(GAMMA.value))
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of the generator, for this seed
     assert [value % 2**64 for value in outputs.tolist()] == published
+
+
+def test_the_hash_is_the_finaliser_of_murmurhash3():
+    published = [0, 0x514E28B7, 0x81F16F39]  # of nothing, 32 bits, with these seeds
+    assert _hash(torch.tensor([0, 1, 2**32 - 1])).tolist() == published
 
 
 def test_matches_float64():
@@ -54,6 +66,35 @@ def test_the_kernels_draw_the_same():
     out = torch.empty(len(SEEDS), len(IDS), device=DEVICE)
     one_row_each[(len(SEEDS),)](seeds, positions, torch.tensor(IDS, dtype=torch.int32, device=DEVICE), out, len(IDS), 8)
     np.testing.assert_allclose(out.cpu().numpy(), expected(), rtol=1e-5, atol=1e-6)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bounds_and_noise(out_ptr, COUNT: tl.constexpr):
+    ids = tl.arange(0, COUNT)
+    seed, position = tl.full([], 5, tl.int64), tl.full([], 7, tl.int32)
+    tl.store(out_ptr + ids, gumbel_bound(uniform_block(seed, position, ids)))
+    tl.store(out_ptr + COUNT + ids, gumbel_block(seed, position, ids))
+
+
+@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU or the interpreter")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_the_bound_is_above_the_noise_and_close_where_it_is_large():
+    bound, noise = torch.empty(2, 2**17, device=DEVICE)
+    bounds_and_noise[(1,)](bound, 2**17)
+    above = bound - noise
+    assert above.min() > -1e-5
+    assert above[noise > 5].max() < 0.07
+
+
+def test_neighbours_are_independent():
+    """Which of 16 x 16 classes the uniform numbers of two ids, positions or seeds fall into."""
+    seeds, ids = torch.arange(40), torch.arange(1000)
+    noise = torch.stack([gumbel(seeds, torch.full((40,), position, dtype=torch.int32), ids) for position in range(40)])
+    classes = (16 * torch.exp(-torch.exp(-noise.double()))).long()  # [position, seed, id]
+    for axis, distance in ((0, 1), (1, 1), (2, 1), (2, 2), (2, 256)):
+        count = classes.shape[axis] - distance
+        pairs = 16 * classes.narrow(axis, 0, count) + classes.narrow(axis, distance, count)
+        assert_distributed(pairs.flatten(), torch.full((256,), 1 / 256))
 
 
 def test_is_standard_gumbel_and_finite():

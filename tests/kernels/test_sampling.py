@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,9 +10,7 @@ from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU, generator, implem
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # NumPy, in the interpreter
 
-sample_shared = partial(sample_triton, shared=True)
-
-SAMPLERS = [*implementations(sample_torch, sample_triton), *([sample_shared] if INTERPRETED or ON_GPU else [])]
+SAMPLERS = implementations(sample_torch, sample_triton)
 INFINITY = torch.inf
 Settings = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
@@ -26,14 +22,14 @@ def expected_id(logits: Tensor, settings: Settings, arguments: tuple[Tensor, ...
         return int(FAILED.value)
     if temperature < 1e-5:
         return first + int((logits == logits.max()).nonzero()[0])
-    order = sorted(range(len(logits)), key=lambda column: (-logits[column].item(), column))
+    order = logits.sort(descending=True, stable=True).indices
     scaled = (logits[order].double() - logits.max().double()) / temperature
     kept = min(top_k, len(order)) if top_k > 0 else len(order)
     probability = scaled[:kept].softmax(dim=0)
     if top_p < 1:
         kept = max(1, int((probability.cumsum(dim=0) - probability < top_p).sum()))
     kept = max(1, min(kept, int((scaled.exp() >= min_p).sum())))
-    columns = torch.tensor(order[:kept])
+    columns = order[:kept]
     noise = gumbel(seeds[row : row + 1], positions[row : row + 1], first + columns)[0].double()
     return first + int(columns[(scaled[:kept] + noise).argmax()])
 
@@ -130,6 +126,74 @@ def test_more_equal_logits_than_the_kernel_gathers(implementation, settings):
     logits[1, 7::50] = 3.5
     arguments = parameters([settings] * 2, seed=8)
     expected = [expected_id(logits[row].cpu(), settings, arguments, row, 0) for row in range(2)]
+    assert implementation(logits, *arguments).tolist() == expected
+
+
+def dropped_trials(logits: Tensor, settings: Settings, arguments: tuple[Tensor, ...], row: int) -> int:
+    """How many columns in turn, each the best of those before the one before it, are none that top-p keeps."""
+    temperature, _, top_p, _ = settings
+    order = logits.sort(descending=True, stable=True).indices
+    probability = (logits[order].double() / temperature).softmax(dim=0)
+    kept = max(1, int((probability.cumsum(dim=0) - probability < top_p).sum()))
+    noise = gumbel(arguments[4][row : row + 1].cpu(), arguments[5][row : row + 1].cpu(), order)[0]
+    scores, end, dropped = logits[order] / temperature + noise, len(order), 0
+    while (end := int(scores[:end].argmax())) >= kept:
+        dropped += 1
+    return dropped
+
+
+TRIED: list[Settings] = [
+    (1.0, 0, 0.999, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.0, 0, 0.5, 0.0),
+    (1.0, 0, 0.2, 0.0),
+    (1.3, 0, 0.05, 0.0),
+    (1.0, 0, 0.01, 0.0),
+    (1.0, 0, 1e-4, 0.0),
+    (1.0, 0, 0.0, 0.0),
+    (1.0, 0, 0.9, 0.3),
+    (1.0, 0, 0.2, 0.1),
+    (1.0, 0, 1.0, 0.2),
+]
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+@pytest.mark.parametrize("equal", [False, True])
+def test_trials_that_top_p_drops(implementation, equal):
+    logits, arguments = 0.64 * randn(len(TRIED), 4500, seed=31), parameters(TRIED, seed=32)
+    if equal:
+        logits = (4 * logits).round() / 4  # a dozen values, so that top-p ends among equal ones, and trials are some of these
+    logits[:, 4400:] = -INFINITY  # padding of the vocabulary
+    logits[:, 7::50] = -INFINITY
+    dropped = [dropped_trials(logits[row].cpu(), TRIED[row], arguments, row) for row in range(len(TRIED))]
+    assert 0 in dropped
+    assert 1 in dropped
+    assert max(dropped) >= 4
+    expected = [expected_id(logits[row].cpu(), TRIED[row], arguments, row, 0) for row in range(len(TRIED))]
+    assert implementation(logits, *arguments).tolist() == expected
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16])
+def test_flat_rows_beside_all_others(implementation, dtype):
+    rows: list[Settings] = [TRIED[3], (0.0, 0, 0.9, 0.5), TRIED[1], (1.0, 0, 0.9, 0.0), TRIED[4], (1.0, 40, 0.9, 0.0), TRIED[8], TRIED[3]]
+    logits, first = (0.64 * randn(len(rows), 4500, seed=33)).to(dtype), 75_968
+    logits[3, 4321] = 30.0  # of nearly all mass
+    logits[4, 2222] = torch.nan
+    *by_row, positions = parameters(rows, seed=34)
+    slots = torch.randperm(20, generator=generator(35), device=DEVICE)[: len(rows)]
+    by_slot = [each.new_zeros(20).index_copy_(0, slots, each) for each in by_row]
+    expected = [expected_id(logits[row].cpu().float(), rows[row], (*by_row, positions), row, first) for row in range(len(rows))]
+    assert implementation(logits, *by_slot, positions, first, slots.int()).tolist() == expected
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+@pytest.mark.parametrize("spread", [0.64, 3.0])
+def test_the_rows_of_a_large_vocabulary(implementation, spread):
+    settings: list[Settings] = [(0.7, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 0, 0.5, 0.0), (0.7, 50, 0.9, 0.0)]
+    rows = settings * (64 if ON_GPU else 1)
+    logits, arguments = spread * randn(len(rows), 151_936, seed=36), parameters(rows, seed=37)
+    expected = [expected_id(logits[row].cpu(), rows[row], arguments, row, 0) for row in range(len(rows))]
     assert implementation(logits, *arguments).tolist() == expected
 
 
