@@ -169,24 +169,27 @@ def _scan_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if RANDOM:  # asked for together, and before the logits: no tile waits for one after the other
+        slot = tl.load(slots_ptr + row) if BY_SLOT else row
+        temperature, top_k = tl.load(temperature_ptr + slot), tl.load(top_k_ptr + slot)
+        top_p, min_p = tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+        seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
     column = tile * TILE + tl.arange(0, TILE)
     logits = tl.load(logits_ptr + row * row_stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
     failed = tl.max((logits != logits).to(tl.int32), axis=0) > 0
     top = tl.max(logits, axis=0)
     bound = top
     place = row * tiles + tile
-    if RANDOM:
-        slot = tl.load(slots_ptr + row) if BY_SLOT else row
-        temperature = tl.load(temperature_ptr + slot)
+    if RANDOM:  # noqa: SIM102 - one is known when this is compiled, the other is not
         if temperature >= GREEDY_BELOW:
-            if is_ranked(tl.load(top_k_ptr + slot), columns):
+            if is_ranked(top_k, columns):
                 RUNS: tl.constexpr = TILE // RUN
                 maxima = tl.max(tl.reshape(logits, [RUNS, RUN]), axis=1)
                 tl.store(maxima_ptr + place * RUNS + tl.arange(0, RUNS), maxima)
             else:
-                uniform = uniform_block(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), first + column)
+                uniform = uniform_block(seed, position, first + column)
                 bound = tl.max(logits * (1 / temperature) + gumbel_bound(uniform), axis=0)
-                if (tl.load(top_p_ptr + slot) < 1) | (tl.load(min_p_ptr + slot) > 0):
+                if (top_p < 1) | (min_p > 0):
                     origin = tl.where(top > float("-inf"), top, 0.0)
                     tl.store(tops_ptr + place, top)
                     tl.store(masses_ptr + place, tl.sum(tl.exp2((logits - origin) * (LOG2_E / temperature)), axis=0))
@@ -204,6 +207,11 @@ def _choose_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if RANDOM:
+        slot = tl.load(slots_ptr + row) if BY_SLOT else row
+        temperature, top_k = tl.load(temperature_ptr + slot), tl.load(top_k_ptr + slot)
+        top_p, min_p = tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+        seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
     tile = tl.arange(0, TILES_BLOCK)
     place = row * tiles + tile
     bounds = tl.load(bounds_ptr + place, mask=tile < tiles, other=float("-inf"))
@@ -211,10 +219,6 @@ def _choose_kernel(
     bounds = tl.where(failed, float("-inf"), bounds)  # nothing to look for
     row_ptr = logits_ptr + row * row_stride
     if RANDOM:
-        slot = tl.load(slots_ptr + row) if BY_SLOT else row
-        temperature = tl.load(temperature_ptr + slot)
-        top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
-        seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
         noisy = temperature >= GREEDY_BELOW
         ranked = noisy & is_ranked(top_k, columns)
         tried = noisy & ((top_p < 1) | (min_p > 0)) & (ranked == 0)

@@ -125,14 +125,14 @@ def _weigh_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.load(flags_ptr + row) == OPEN:
-        slot = tl.load(slots_ptr + row) if BY_SLOT else row
-        row_ptr, column = logits_ptr + row * row_stride, tl.load(ids_ptr + row) - first
-        size = tl.cdiv(columns, SHARES * 128) * 128
-        mass = _mass_before(
-            row_ptr, share * size, tl.minimum((share + 1) * size, columns), tl.load(row_ptr + column).to(tl.float32), column,
-            tl.load(totals_ptr + row * 2), tl.load(temperature_ptr + slot), BLOCK, STAGES,
-        )  # fmt: skip
+    slot = tl.load(slots_ptr + row) if BY_SLOT else row
+    flag, column, largest = tl.load(flags_ptr + row), tl.load(ids_ptr + row) - first, tl.load(totals_ptr + row * 2)
+    temperature = tl.load(temperature_ptr + slot)
+    if flag == OPEN:
+        row_ptr, size = logits_ptr + row * row_stride, tl.cdiv(columns, SHARES * 128) * 128
+        begin, end = share * size, tl.minimum((share + 1) * size, columns)
+        logit = tl.load(row_ptr + column).to(tl.float32)
+        mass = _mass_before(row_ptr, begin, end, logit, column, largest, temperature, BLOCK, STAGES)
         tl.store(before_ptr + row * SHARES + share, mass)
 
 
