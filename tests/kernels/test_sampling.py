@@ -209,6 +209,16 @@ def test_half_precision_and_parameters_by_slot_change_nothing(implementation, dt
 
 
 @pytest.mark.parametrize("implementation", SAMPLERS)
+def test_infinite_logits_are_chosen_like_the_largest_of_a_greedy_row(implementation):
+    rows = [*FEW_ROWS, (1.0, 0, 1.0, 0.1), (0.7, 0, 0.9, 0.3)]
+    logits = randn(len(rows), 2100, seed=6)
+    logits[:, [700, 2090]] = INFINITY
+    assert implementation(logits, *parameters(rows, seed=6)).tolist() == [700] * len(rows)
+    logits[:] = -INFINITY
+    assert implementation(logits, *parameters(rows, seed=6), 10).tolist() == [10] * len(rows)
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
 def test_a_nan_fails_its_row_alone(implementation):
     logits = randn(len(FEW_ROWS), 64, seed=1)
     arguments = parameters(FEW_ROWS, seed=2)
