@@ -6,8 +6,10 @@ since what a skipped launch should have written may be an index of the next oper
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,17 @@ from triton.runtime.jit import JITFunction
 FRESH = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
 
 Noted = dict[str, tuple[JITFunction[Any], str]]  # a kernel and what to compile it for, each once
+
+
+def receipt(*what: object) -> Path:
+    """A file in Triton's cache, to be made once all that `what` launches is compiled there: by this Triton, of these kernels and tables.
+
+    The dry run costs more than to read the kernels one by one, so it is for a cache without the receipt.
+    """
+    digest = hashlib.sha256(repr((triton.__version__, *what)).encode())
+    for path in sorted(each for each in Path(__file__).parent.iterdir() if each.suffix in (".py", ".json")):
+        digest.update(path.read_bytes())
+    return Path(triton.knobs.cache.dir) / f"lockstep-{digest.hexdigest()}"
 
 
 class _ZeroMemory(TorchDispatchMode):

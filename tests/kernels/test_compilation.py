@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from kernels.compilation import compile_noted, noting
+from kernels.compilation import compile_noted, noting, receipt
 from kernels.embedding import embedding_triton
 from kernels.silu_and_mul import silu_and_mul_triton
 from tests.kernels.support import INTERPRETED, ON_GPU
@@ -64,3 +64,13 @@ def test_a_dry_run_tells_what_to_compile_and_its_memory_is_zeros(launchers: list
         run()  # now they are launched
     assert not again
     assert compile_noted(noted, CPU, 2, parts.append) == 0  # Triton's cache has them
+
+
+def test_a_receipt_is_of_what_was_compiled_with_what(launchers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = receipt("a GPU", 256)
+    assert before == receipt("a GPU", 256)
+    assert before.parent == tmp_path
+    assert not before.exists()
+    assert receipt("a GPU", 128) != before
+    monkeypatch.setattr(triton, "__version__", "9.9.9")
+    assert receipt("a GPU", 256) != before

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kernels.compilation import receipt
 from kernels.plan_unpack import plan_unpack
 from kernels.tuning import borrowed
 from services.worker.distributed.board import Mark
@@ -95,7 +96,11 @@ class TorchEngine:
         budget = spec.kv_cache_memory_bytes or HOST_KV_CACHE_BYTES
         if device.type == "cuda":
             self._allocate(shape, 1)
-            self._compile(spec.threads, progress)
+            launching = dtype, spec.slots, spec.page_size, spec.max_step_tokens, spec.deterministic, spec.sampling_gather, spec.cuda_graphs
+            known = receipt(torch.cuda.get_device_name(device), config, max_length, group.size, *launching)
+            if not group.minimum(int(known.exists())):  # all ranks or none, since they add up
+                self._compile(spec.threads, progress)
+                known.touch()
             if spec.num_pages is None and spec.kv_cache_memory_bytes is None:
                 budget = self._memory_left(spec, progress)
         pages = group.minimum(spec.num_pages or min(budget // shape.page_bytes, spec.slots * pages_per_slot + 1))
@@ -218,7 +223,7 @@ class TorchEngine:
         self.token_ids = torch.zeros(pages * self.page_size, dtype=torch.int32, device=self.device)
 
     def _compile(self, threads: int, progress: Progress) -> None:
-        """Kernels of all steps, found in a run of each kind of layer instead of all layers."""
+        """All kernels of steps, found in a run of each kind of layer instead of all layers."""
         layers, caches = self.model.layers, self.caches
         self.model.layers = self.model.layer_of_each_kind()
         self.caches = caches[:1] * len(self.model.layers)
