@@ -31,6 +31,7 @@ from benchmarks.served import Options
 from benchmarks.streaming import streaming
 from benchmarks.tiles import tiles
 from benchmarks.tune_experts import TOKENS, tune_experts
+from benchmarks.tune_library import tune_library
 from benchmarks.virtual_fleet import Fleet, Load, Objectives
 from kernels.launch import allow_pdl
 from services.scheduler.policy import POLICIES, PolicyName
@@ -345,6 +346,16 @@ def _tune(
 ) -> None:
     """The fastest configurations of the products of few rows, as the table that the kernels read."""
     _finish(tune.tune(model, rows, tensor_parallel_size, limit_s, out), out)
+
+
+@app.command("tune-library")
+def _tune_library(
+    model: Model = MODELS,
+    tensor_parallel_size: Annotated[list[int], typer.Option(min=1, help="Ranks of a group, whose shares are tuned; repeatable.")] = [1],  # noqa: B006
+    out: Out = OUT,
+) -> None:
+    """Which of the library's two products is faster, of 64 to 256 rows, as the table that the kernels read."""
+    _finish(tune_library(model, tensor_parallel_size, out), out)
 
 
 @app.command("tune-experts")

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import MAX_COUNTERS, cdiv, counters, next_power_of_2, pdl_options, prefetch
+from kernels.library import library_linear
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
 from kernels.tuning import entries
 
@@ -41,7 +42,7 @@ def linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> 
     if isinstance(x, Unscaled):
         return linear_triton(x, weight, bias, _needed("linear", x.rows, *weight.shape)) if x.rows.is_cuda else linear_torch(x, weight, bias)
     tuned = config("linear", x.device, x.dtype, x.shape[0], *weight.shape)
-    return F.linear(x, weight, bias) if tuned is None else linear_triton(x, weight, bias, tuned)
+    return library_linear(x, weight, bias) if tuned is None else linear_triton(x, weight, bias, tuned)
 
 
 def gated_linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,7 +57,7 @@ def gated_linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = Non
             return gated_linear_torch(x, weight, bias)
         return gated_linear_triton(x, weight, bias, _needed("gated_linear", x.rows, columns, size))
     tuned = config("gated_linear", x.device, x.dtype, x.shape[0], columns, size)
-    return silu_and_mul(F.linear(x, weight, bias)) if tuned is None else gated_linear_triton(x, weight, bias, tuned)
+    return silu_and_mul(library_linear(x, weight, bias)) if tuned is None else gated_linear_triton(x, weight, bias, tuned)
 
 
 def begins_norm(x: Tensor, weight: Tensor, reader: Tensor, gated: bool) -> bool:

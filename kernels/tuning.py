@@ -1,6 +1,8 @@
-"""What was measured to run fastest on a GPU: `tuning_NAME.json` beside this, written by `python -m benchmarks tune` and `tune-experts`.
+"""What was measured to run fastest on a GPU: `tuning_NAME.json` beside this, written by `python -m benchmarks tune`, `tune-library` and
+`tune-experts`.
 
     {TRITON: {"16 bits": {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same,
+                          "library": {"COLUMNSxSIZE": {"ROWS": [1] where cuBLASLt is faster than cuBLAS}},
                           "moe": {"EXPERTSxCHOICESxHIDDENxINNER": {"TOKENS": [a moe.Config]}}}}}
 
 TRITON is the version that compiled what was measured, the bits are an element's: types of one size run alike. An entry serves up to that
