@@ -1,4 +1,4 @@
-"""The library's products, by cuBLAS or cuBLASLt: each has rules of its own to choose a kernel, and a table says where the second is faster."""
+"""The library's products, by cuBLAS or by cuBLASLt, whose rules choose other kernels: a table says where the second is faster."""
 
 import functools
 
