@@ -3,7 +3,7 @@
 from collections import deque
 
 from shared.protocol.generation_pb2 import Cancel, GenerationSessionRequest, Submit
-from shared.protocol.submits import MAX_SUBMITS, MAX_SUBMITS_BYTES, next_message
+from shared.protocol.submits import HALF_CROWD_BYTES, MAX_SUBMITS, MAX_SUBMITS_BYTES, next_message
 
 
 def submit(number: int, prompt_bytes: int = 4) -> GenerationSessionRequest:
@@ -40,3 +40,12 @@ def test_a_message_is_so_long_at_most_but_for_one_that_is_longer() -> None:
     )
     assert [numbers(message) for message in taken] == [[1], [2, 3], [4]]
     assert taken[1].ByteSize() < MAX_SUBMITS_BYTES
+
+
+def test_a_crowd_that_two_messages_hold_goes_in_two_and_a_larger_one_in_whole_messages() -> None:
+    assert [len(numbers(message)) for message in all_of(*(submit(number, 4096) for number in range(16)))] == [8, 8]
+    assert [len(numbers(message)) for message in all_of(*(submit(number, 4096) for number in range(8)))] == [8]
+    assert [len(numbers(message)) for message in all_of(*(submit(number, 4096) for number in range(32)))] == [32]
+    cancel = GenerationSessionRequest(cancel=Cancel(request=2, attempt=1))
+    apart = all_of(*(submit(number, HALF_CROWD_BYTES // 3) for number in range(4)), cancel, submit(4, HALF_CROWD_BYTES))
+    assert [message.WhichOneof("message") for message in apart] == ["submits", "submits", "cancel", "submit"]
