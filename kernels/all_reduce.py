@@ -47,7 +47,7 @@ class Way(Enum):
 
 # By ranks: messages up to so many bytes go in which way; larger ones are for the library. `python -m benchmarks allreduce` tells what
 # each way takes, and what the library takes. For 2 ranks measured between two H200s with NVLink: flagged and one-shot take the same time
-# at about 450 KiB, two-shot is as fast as one-shot at 8 MiB and 9 % faster at 16. For more ranks chosen by how often a byte crosses a link, not measured.
+# at about 450 KiB, one-shot and two-shot at 8 MiB. For more ranks chosen by how often a byte crosses a link, not measured.
 WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
     2: ((3 << 17, Way.FLAGGED), (1 << 23, Way.ONE_SHOT), (1 << 24, Way.TWO_SHOT)),
     4: ((1 << 16, Way.FLAGGED), (1 << 19, Way.ONE_SHOT), (1 << 21, Way.TWO_SHOT)),
