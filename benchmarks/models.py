@@ -94,7 +94,7 @@ def _report(name: str, lines: Lines, ceilings: Ceilings, options: Options, cases
         "prefill": "to the last first token",
         "decode": f"prompts of {cases.context} tokens, {cases.tokens} steps; checked: tokens that prefilling chooses too",
         "sampling": f"prompts of {cases.context} tokens, {cases.tokens} steps; all rows sampled alike, the ways in turns",
-        "gaps": f"prompts of {cases.context} tokens, {DECODE.recorded} steps under torch's profiler, which slows them",
+        "gaps": f"prompts of {cases.context} tokens, {DECODE.recorded} steps; busy: under torch's profiler",
     }
     return Report(
         name=name,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
+from statistics import median
 
 import psutil
 
@@ -16,7 +17,7 @@ from benchmarks.floors import decode_step_s
 from benchmarks.report import Report, Value, circumstances
 from benchmarks.served import Options, Served, served
 from benchmarks.workload import Prompts, fresh
-from services.worker.engine.profiled import DECODE, PREFILL, Kind
+from services.worker.engine.profiled import DECODE, PREFILL, TIMED, Kind
 
 TRACE_S = 60.0  # for a trace to be written
 SHOWN = 20  # kernels of the table; the others are one line
@@ -25,7 +26,8 @@ SUMS = ("_flagged_kernel", "_one_shot_kernel", "_two_shot_kernel")
 COMMUNICATION = ("nccl", *SUMS, "gloo:", "c10d::")  # in names of what ranks do together
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SEED = 55
-GAP_COLUMNS = ("model", "rows", "us a step", "us busy", "gaps", "launches a step", "launches a layer")
+TIMED_REPEATS = 3
+GAP_COLUMNS = ("model", "rows", "us a step", "us busy", "gaps", "us traced", "launches a step", "launches a layer")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,10 @@ def profile(model: str, rows: Sequence[int], prompts: int, context: int, options
 
 
 def measure_gaps(running: Served, rows: Sequence[int], context: int, raw: dict[str, object]) -> list[Sequence[Value]]:
-    """A line for each number of rows: in which share of a decode step nothing ran on the device."""
+    """A line for each number of rows: in which share of a decode step nothing runs on the device.
+
+    A trace tells for how long anything does. What the same steps take is told apart, by events alone: the profiler holds the host up.
+    """
     assert running.traces is not None, "it was started to be traced"
     prompts = fresh([context] * max(rows), running.llm.vocab_size, SEED)
     running.timed(prompts, 1)
@@ -89,12 +94,13 @@ def measure_gaps(running: Served, rows: Sequence[int], context: int, raw: dict[s
         if running.over:
             lines.append((running.name, number, *[None] * (len(GAP_COLUMNS) - 2)))
             continue
+        times_us = [_timed_us(running, running.traces, prompts[:number]) for _ in range(TIMED_REPEATS)]
         work = _decoded(running, running.traces, prompts[:number])
-        step = StepTime.of(work, DECODE, running.shape.layers)
-        launches = len(work) / DECODE.recorded
-        lines.append((running.name, number, step.us, step.busy_us, f"{step.gaps:.2%}", launches, step.launches_a_layer))
-        print(f"{running.name}: {number} rows, {step.gaps:.2%} of a step nothing runs on the device", flush=True)
-        raw[f"{running.name} gaps {number}"] = {**asdict(step), "kernels_us": _kernels_us(work, DECODE)}
+        step, us = StepTime.of(work, DECODE, running.shape.layers), median(times_us)
+        gaps, launches = 1 - step.busy_us / us, len(work) / DECODE.recorded
+        lines.append((running.name, number, us, step.busy_us, f"{gaps:.2%}", step.us, launches, step.launches_a_layer))
+        print(f"{running.name}: {number} rows, {gaps:.2%} of a step nothing runs on the device", flush=True)
+        raw[f"{running.name} gaps {number}"] = {**asdict(step), "timed_us": times_us, "kernels_us": _kernels_us(work, DECODE)}
     return lines
 
 
@@ -125,8 +131,16 @@ def _decoded(running: Served, folder: Path, prompts: Prompts) -> list[Work]:
     return _work(_eventually(trace))
 
 
+def _timed_us(running: Served, folder: Path, prompts: Prompts) -> float:
+    """What a decode step of these rows takes."""
+    written = _ask(folder, TIMED)
+    running.timed(prompts, 2 * (TIMED.skipped + TIMED.recorded))
+    us: float = json.loads(_eventually(written).read_text())["us"]
+    return us
+
+
 def _ask(folder: Path, kind: Kind) -> Path:
-    """Has the ranks record the next steps of a kind; the trace that rank 0 will write. Those before are there."""
+    """Has the ranks record the next steps of a kind; what rank 0 will write. Those before are there."""
     trace = folder / f"rank-0-{kind.name}-{len(list(folder.glob(f'rank-0-{kind.name}-*.json')))}.json"
     for rank in _ranks():
         rank.send_signal(kind.signal)
