@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import models, tune
+from benchmarks import models, tune, tune_library
 from benchmarks.allreduce import SIZES, allreduce
 from benchmarks.capacity import capacity
 from benchmarks.comparison import comparison
@@ -31,7 +31,6 @@ from benchmarks.served import Options
 from benchmarks.streaming import streaming
 from benchmarks.tiles import tiles
 from benchmarks.tune_experts import TOKENS, tune_experts
-from benchmarks.tune_library import tune_library
 from benchmarks.virtual_fleet import Fleet, Load, Objectives
 from kernels.launch import allow_pdl
 from services.scheduler.policy import POLICIES, PolicyName
@@ -351,11 +350,12 @@ def _tune(
 @app.command("tune-library")
 def _tune_library(
     model: Model = MODELS,
+    rows: Annotated[list[int], typer.Option(min=1, help="Most rows of an entry; repeatable.")] = list(tune_library.ROWS),  # noqa: B006
     tensor_parallel_size: Annotated[list[int], typer.Option(min=1, help="Ranks of a group, whose shares are tuned; repeatable.")] = [1],  # noqa: B006
     out: Out = OUT,
 ) -> None:
-    """Which of the library's two products is faster, of 64 to 256 rows, as the table that the kernels read."""
-    _finish(tune_library(model, tensor_parallel_size, out), out)
+    """Where cuBLASLt is faster than cuBLAS and our products, as the table that the kernels read."""
+    _finish(tune_library.tune_library(model, rows, tensor_parallel_size, out), out)
 
 
 @app.command("tune-experts")

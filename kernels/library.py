@@ -8,8 +8,6 @@ from torch import Tensor
 
 from kernels.tuning import entries
 
-MEASURED_ROWS = (64, 128, 256)  # from more rows on both are bound by the tensor cores, and alike
-
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[M, K]`, weight `[N, K]`, bias `[N]` -> `x @ weight.T + bias`, `[M, N]` like x, summed in float32.
@@ -28,9 +26,7 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 @functools.cache
 def is_lt_faster(device: torch.device, dtype: torch.dtype, rows: int, columns: int, size: int) -> bool:
-    """By the table's entry for the least measured number of rows that is not below `rows`."""
-    if rows > MEASURED_ROWS[-1]:
-        return False
+    """By the table's entry for the least measured number of rows that is not below `rows`; for more, as bound by the tensor cores, never."""
     measured = entries(device, dtype, "library", f"{columns}x{size}")
-    least = next(most for most in MEASURED_ROWS if most >= rows)
-    return bool(measured.get(str(least)))
+    least = min((int(most) for most in measured if int(most) >= rows), default=None)
+    return least is not None and bool(measured[str(least)])
