@@ -26,7 +26,7 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 @functools.cache
 def is_lt_faster(device: torch.device, dtype: torch.dtype, rows: int, columns: int, size: int) -> bool:
-    """By the table's entry for the least measured number of rows that is not below `rows`; for more, as bound by the tensor cores, never."""
+    """By the entry for the least measured number of rows that is not below `rows`; never for more, which tensor cores bind."""
     measured = entries(device, dtype, "library", f"{columns}x{size}")
     least = min((int(most) for most in measured if int(most) >= rows), default=None)
     return least is not None and bool(measured[str(least)])
