@@ -7,20 +7,38 @@ since what a skipped launch should have written may be an index of the next oper
 
 import contextlib
 import hashlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import JITFunction
+from torch.overrides import TorchFunctionMode
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITCallable, JITFunction
 
-FRESH = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
+import kernels
+
+FRESH = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty}
 
 Noted = dict[str, tuple[JITFunction[Any], str]]  # a kernel and what to compile it for, each once
+
+
+def hash_sources() -> None:
+    """Has Triton hash itself and all kernels, in one order; before any is launched.
+
+    The key of a kernel in Triton's cache has the constants of a function that it calls only if that was hashed before it (3.6.0): by itself
+    it depends on what the process launched earlier, and one process would compile anew what another has compiled.
+    """
+    triton_key()  # 0.3 s for 400 MB, and as much for each thread that asks before the first is done
+    for module in pkgutil.iter_modules(kernels.__path__):
+        for each in vars(import_module(f"{kernels.__name__}.{module.name}")).values():
+            if isinstance(each, JITCallable):
+                each.cache_key  # noqa: B018 - to ask for it makes it
 
 
 def receipt(*what: object) -> Path:
@@ -34,10 +52,12 @@ def receipt(*what: object) -> Path:
     return Path(triton.knobs.cache.dir) / f"lockstep-{digest.hexdigest()}"
 
 
-class _ZeroMemory(TorchDispatchMode):
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        if operation.overloadpacket in FRESH:
+class _ZeroMemory(TorchFunctionMode):
+    """Of functions and not of operators, whose mode would import torch's compiler: seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in FRESH:
             assert isinstance(result, Tensor)
             result.zero_()
         return result
@@ -55,7 +75,7 @@ def noting() -> Iterator[Noted]:
     runtime: Any = triton.knobs.runtime
     before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
     try:
-        with _ZeroMemory():  # type: ignore[no-untyped-call]
+        with _ZeroMemory():
             yield noted
     finally:
         runtime.jit_cache_hook = before

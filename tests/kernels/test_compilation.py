@@ -1,5 +1,6 @@
 """Kernels are compiled ahead by several threads, for a GPU that need not be here: a driver that stands for it loads nothing."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITCallable
 
-from kernels.compilation import compile_noted, noting, receipt
+from kernels.compilation import compile_noted, hash_sources, noting, receipt
 from kernels.embedding import embedding_triton
 from kernels.silu_and_mul import silu_and_mul_triton
 from tests.kernels.support import INTERPRETED, ON_GPU
@@ -46,7 +48,7 @@ def launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[
     driver._active = before
 
 
-def test_a_dry_run_tells_what_to_compile_and_its_memory_is_zeros(launchers: list[Any]) -> None:
+def test_a_dry_run_tells_what_to_compile_and_its_memory_is_zeros(launchers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
         for size in (64, 768, 64):  # of powers of two, and not
             silu_and_mul_triton(torch.ones(4, 2 * size))
@@ -64,6 +66,30 @@ def test_a_dry_run_tells_what_to_compile_and_its_memory_is_zeros(launchers: list
         run()  # now they are launched
     assert not again
     assert compile_noted(noted, CPU, 2, parts.append) == 0  # Triton's cache has them
+    found: list[bool] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **_: found.append(cache_hit))
+    for kernel, _ in noted.values():
+        kernel.device_caches.clear()  # as in a process that has just started
+    run()
+    assert found == [True] * 3
+
+
+def test_a_kernel_has_one_key_in_whatever_order_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    hash_sources()  # has imported them
+    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
+    functions = {id(each): each for module in modules for each in vars(module).values() if isinstance(each, JITCallable)}
+
+    def keys(order: list[int], hashed_before: bool) -> dict[int, str]:
+        for function in functions.values():
+            monkeypatch.setattr(function, "hash", None)
+            monkeypatch.setattr(function, "used_global_vals", {})
+        if hashed_before:
+            hash_sources()
+        return {each: functions[each].cache_key for each in order}
+
+    order = list(functions)
+    assert keys(order, False) != keys(order[::-1], False), "this Triton does without hash_sources"
+    assert keys(order, True) == keys(order[::-1], True)
 
 
 def test_a_receipt_is_of_what_was_compiled_with_what(launchers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

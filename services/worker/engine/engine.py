@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.compilation import receipt
+from kernels.compilation import hash_sources, receipt
 from kernels.plan_unpack import plan_unpack
 from kernels.tuning import borrowed
 from services.worker.distributed.board import Mark
@@ -53,6 +53,8 @@ class TorchEngine:
         torch.set_num_threads(1 if spec.deterministic else spec.threads)
         torch.set_grad_enabled(False)
         self.device = device = device_of(spec)
+        if device.type == "cuda":
+            hash_sources()
         self.mark = mark = Mark(spec.board_fd, spec.rank)
         kind = communicator_of(spec, device)
         if group is None:
