@@ -18,16 +18,16 @@ BLOCK = tl.constexpr(32 * WARPS * 4)
 
 @triton.jit
 def order_key(logits):
-    """int32 with the order of the logits; -0 and 0 are equal."""
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    """int32 with the order of the logits, each key that of one logit; -0 and 0 are equal."""
+    bits = logits.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, (bits ^ 0x7FFFFFFF) + 1)
 
 
 @triton.jit
 def logit_of(key):
     """Of an order key."""
     bits = key.to(tl.int32)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    return tl.where(bits >= 0, bits, (bits - 1) ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -120,12 +120,13 @@ def test_more_kept_ids_than_the_kernel_gathers(implementation, spread):
 
 
 @pytest.mark.parametrize("implementation", SAMPLERS)
-@pytest.mark.parametrize("settings", [(1.0, 0, 0.3, 0.0), (1.0, ROOM + 7, 1.0, 0.0), (1.0, ROOM + 7, 0.25, 0.0)])
+@pytest.mark.parametrize("settings", [(1.0, 0, 0.3, 0.0), (1.0, 50, 1.0, 0.0), (1.0, ROOM + 7, 1.0, 0.0), (1.0, ROOM + 7, 0.25, 0.0)])
 def test_more_equal_logits_than_the_kernel_gathers(implementation, settings):
-    logits = torch.full((2, ROOM + 952), 3.0, device=DEVICE)
+    logits = torch.full((3, ROOM + 952), 3.0, device=DEVICE)
     logits[1, 7::50] = 3.5
-    arguments = parameters([settings] * 2, seed=8)
-    expected = [expected_id(logits[row].cpu(), settings, arguments, row, 0) for row in range(2)]
+    logits[2], logits[2, ::3] = 0.0, -0.0  # which are equal
+    arguments = parameters([settings] * 3, seed=8)
+    expected = [expected_id(logits[row].cpu(), settings, arguments, row, 0) for row in range(3)]
     assert implementation(logits, *arguments).tolist() == expected
 
 
