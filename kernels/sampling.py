@@ -40,10 +40,9 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     first: int = 0,
-    slots: Tensor | None = None,
 ) -> Tensor:
-    """logits `[B, V]`, float32, float16 or bfloat16; temperature, top_p, min_p float32, top_k int32, seeds int64, `[B]` or, where
-    slots `[B]` are given, `[S]` by slot; positions `[B]` int32 -> ids `[B]` int32.
+    """logits `[B, V]`, float32, float16 or bfloat16; temperature, top_p, min_p float32, top_k, positions int32, seeds int64,
+    `[B]` -> ids `[B]` int32.
 
     Each filter keeps a prefix of the ids ordered by (logit descending, id ascending): the first `top_k` (0 or less: all); of
     these, renormalised, up to and including the one that crosses `top_p` (at least the first); those of probability at least
@@ -51,7 +50,7 @@ def sample(
     position, id) alone. Temperature 0 (below 1e-5) is greedy. A row with a NaN gives -2. A row's id depends on that row only.
     """
     implementation = sample_triton if logits.is_cuda else sample_torch
-    return implementation(logits, temperature, top_k, top_p, min_p, seeds, positions, first, slots)
+    return implementation(logits, temperature, top_k, top_p, min_p, seeds, positions, first)
 
 
 def greedy_torch(logits: Tensor) -> Tensor:
@@ -69,10 +68,7 @@ def sample_torch(
     seeds: Tensor,
     positions: Tensor,
     first: int = 0,
-    slots: Tensor | None = None,
 ) -> Tensor:
-    if slots is not None:
-        temperature, top_k, top_p, min_p, seeds = (each[slots.long()] for each in (temperature, top_k, top_p, min_p, seeds))
     logits = logits.float()
     random = temperature >= GREEDY_BELOW.value
     scaled = logits / temperature.where(random, 1.0)[:, None]
@@ -102,7 +98,7 @@ def kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
 
 
 def greedy_triton(logits: Tensor) -> Tensor:
-    return _launch(logits, None, None, None, None, None, None, 0, None)
+    return _launch(logits, None, None, None, None, None, None, 0)
 
 
 def sample_triton(
@@ -114,9 +110,8 @@ def sample_triton(
     seeds: Tensor,
     positions: Tensor,
     first: int = 0,
-    slots: Tensor | None = None,
 ) -> Tensor:
-    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first, slots)
+    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first)
 
 
 def _launch(
@@ -128,7 +123,6 @@ def _launch(
     seeds: Tensor | None,
     positions: Tensor | None,
     first: int,
-    slots: Tensor | None,
 ) -> Tensor:
     (rows, columns), device = logits.shape, logits.device
     ids = torch.empty(rows, dtype=torch.int32, device=device)
@@ -140,13 +134,13 @@ def _launch(
     maxima = torch.empty(random_rows, runs, dtype=torch.float32, device=device)
     flags = torch.empty(random_rows, dtype=torch.int32, device=device)
     totals = torch.empty(random_rows, 2, dtype=torch.float32, device=device)
-    parameters, by_slot = (temperature, top_k, top_p, min_p, seeds, positions, slots), slots is not None
+    parameters = (temperature, top_k, top_p, min_p, seeds, positions)
     _scan_kernel[(tiles, rows)](
-        logits, bounds, tops, masses, maxima, *parameters, first, columns, logits.stride(0), tiles, random, by_slot, TILE, RUN,
+        logits, bounds, tops, masses, maxima, *parameters, first, columns, logits.stride(0), tiles, random, TILE, RUN,
         num_warps=SCAN_WARPS, **pdl_options(device),
     )  # fmt: skip
     _choose_kernel[(rows,)](
-        logits, bounds, tops, masses, ids, flags, totals, *parameters, first, columns, logits.stride(0), tiles, random, by_slot,
+        logits, bounds, tops, masses, ids, flags, totals, *parameters, first, columns, logits.stride(0), tiles, random,
         TILE, next_power_of_2(tiles), num_warps=CHOOSE_WARPS, **pdl_options(device),
     )  # fmt: skip
     if random:
@@ -157,8 +151,8 @@ def _launch(
 @triton.jit
 def _scan_kernel(
     logits_ptr, bounds_ptr, tops_ptr, masses_ptr, maxima_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr, first, columns, row_stride, tiles,
-    RANDOM: tl.constexpr, BY_SLOT: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, first, columns, row_stride, tiles,
+    RANDOM: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What a tile's scores are at most: its largest logit where rows are greedy or have a top-k, else with noise.
 
@@ -170,10 +164,9 @@ def _scan_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if RANDOM:  # asked for together, and before the logits: no tile waits for one after the other
-        slot = tl.load(slots_ptr + row) if BY_SLOT else row
-        temperature, top_k = tl.load(temperature_ptr + slot), tl.load(top_k_ptr + slot)
-        top_p, min_p = tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
-        seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+        temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+        top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     column = tile * TILE + tl.arange(0, TILE)
     logits = tl.load(logits_ptr + row * row_stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
     failed = tl.max((logits != logits).to(tl.int32), axis=0) > 0
@@ -199,8 +192,8 @@ def _scan_kernel(
 @triton.jit
 def _choose_kernel(
     logits_ptr, bounds_ptr, tops_ptr, masses_ptr, ids_ptr, flags_ptr, totals_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr, first, columns, row_stride, tiles,
-    RANDOM: tl.constexpr, BY_SLOT: tl.constexpr, TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, first, columns, row_stride, tiles,
+    RANDOM: tl.constexpr, TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best score of a row; where top-p may drop its column, that is the first trial. Rows with a top-k are left as they are."""
     row = tl.program_id(0).to(tl.int64)
@@ -208,10 +201,9 @@ def _choose_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if RANDOM:
-        slot = tl.load(slots_ptr + row) if BY_SLOT else row
-        temperature, top_k = tl.load(temperature_ptr + slot), tl.load(top_k_ptr + slot)
-        top_p, min_p = tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
-        seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+        temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+        top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     tile = tl.arange(0, TILES_BLOCK)
     place = row * tiles + tile
     bounds = tl.load(bounds_ptr + place, mask=tile < tiles, other=float("-inf"))

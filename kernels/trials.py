@@ -97,37 +97,35 @@ def settle(
     """Two launches for the rows whose flag is OPEN, where ids hold the first trial, or RANKED.
 
     totals `[B, 2]`: a row's largest logit and mass; scanned: bounds, tops and masses `[B, tiles]` of tiles, maxima `[B, runs]`;
-    parameters: those of `kernels.sampling.sample`, slots last; tile, run: their columns.
+    parameters: those of `kernels.sampling.sample`; tile, run: their columns.
     """
     (rows, columns), stride, pdl = logits.shape, logits.stride(0), pdl_options(logits.device)
-    before, by_slot = totals.new_empty(rows, SHARES), parameters[-1] is not None
-    maxima = scanned[-1]
+    before, maxima = totals.new_empty(rows, SHARES), scanned[-1]
     tiles, runs = scanned[0].shape[1], maxima.shape[1]
     hits, gathered = torch.empty_like(maxima, dtype=torch.int32), totals.new_empty(rows, ROOM)
     _weigh_kernel[(SHARES, rows)](
-        logits, ids, flags, totals, before, parameters[0], parameters[-1], first, columns, stride,
-        by_slot, SHARES, SHARE_BLOCK, SHARE_STAGES, num_warps=SHARE_WARPS, **pdl,
+        logits, ids, flags, totals, before, parameters[0], first, columns, stride,
+        SHARES, SHARE_BLOCK, SHARE_STAGES, num_warps=SHARE_WARPS, **pdl,
     )  # fmt: skip
     _settle_kernel[(rows,)](
         logits, ids, flags, totals, before, *scanned, hits, torch.empty_like(gathered, dtype=torch.int32), gathered, *parameters,
-        first, columns, stride, tiles, runs, by_slot, SHARES, WHOLE_BLOCK, WHOLE_STAGES, tile, next_power_of_2(tiles),
+        first, columns, stride, tiles, runs, SHARES, WHOLE_BLOCK, WHOLE_STAGES, tile, next_power_of_2(tiles),
         run, next_power_of_2(runs), ROOM, num_warps=WARPS, **pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _weigh_kernel(
-    logits_ptr, ids_ptr, flags_ptr, totals_ptr, before_ptr, temperature_ptr, slots_ptr, first, columns, row_stride,
-    BY_SLOT: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, ids_ptr, flags_ptr, totals_ptr, before_ptr, temperature_ptr, first, columns, row_stride,
+    SHARES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The mass before a row's first trial, by shares of its columns."""
     share, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(slots_ptr + row) if BY_SLOT else row
     flag, column, largest = tl.load(flags_ptr + row), tl.load(ids_ptr + row) - first, tl.load(totals_ptr + row * 2)
-    temperature = tl.load(temperature_ptr + slot)
+    temperature = tl.load(temperature_ptr + row)
     if flag == OPEN:
         row_ptr, size = logits_ptr + row * row_stride, tl.cdiv(columns, SHARES * 128) * 128
         begin, end = share * size, tl.minimum((share + 1) * size, columns)
@@ -139,8 +137,8 @@ def _weigh_kernel(
 @triton.jit
 def _settle_kernel(
     logits_ptr, ids_ptr, flags_ptr, totals_ptr, before_ptr, bounds_ptr, tops_ptr, masses_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr,
-    gathered_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, slots_ptr, first, columns, row_stride,
-    tiles, runs, BY_SLOT: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
+    gathered_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, first, columns, row_stride,
+    tiles, runs, SHARES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
     TILES_BLOCK: tl.constexpr, RUN: tl.constexpr, RUNS_BLOCK: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -149,9 +147,8 @@ def _settle_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     flag = tl.load(flags_ptr + row)
     if flag != SETTLED:
-        slot = tl.load(slots_ptr + row) if BY_SLOT else row
-        temperature, top_p, min_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
-        seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+        temperature, top_p, min_p = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         row_ptr, largest = logits_ptr + row * row_stride, tl.load(totals_ptr + row * 2)
         if flag == OPEN:
             tile = tl.arange(0, TILES_BLOCK)
@@ -175,7 +172,7 @@ def _settle_kernel(
         else:
             winner = choose_ranked(
                 row_ptr, maxima_ptr + row * runs, hits_ptr + row * runs, gathered_ids_ptr + row * ROOM, gathered_ptr + row * ROOM,
-                largest, temperature, tl.load(top_k_ptr + slot), top_p, min_p, seed, position, first, columns, runs, RUN,
+                largest, temperature, tl.load(top_k_ptr + row), top_p, min_p, seed, position, first, columns, runs, RUN,
                 RUNS_BLOCK, ROOM,
             )  # fmt: skip
         tl.store(ids_ptr + row, first + winner)

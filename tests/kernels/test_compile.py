@@ -241,7 +241,7 @@ def samplers() -> None:
     sampling.greedy_triton(logits)
     parameters = (number, int32(4), number, number, zeros(4, dtype=torch.int64), int32(4))
     sampling.sample_triton(logits, *parameters)
-    sampling.sample_triton(logits.to(BFLOAT16), *parameters, 75968, int32(4))
+    sampling.sample_triton(logits.to(BFLOAT16), *parameters, 75968)
     offers.offer_triton(logits, int32(4), 75968)
     offers.offer_triton(logits, int32(4), 75968, number, zeros(4, dtype=torch.int64), int32(4))
     offers.best_offer_triton(zeros(4, 2, dtype=torch.int64))

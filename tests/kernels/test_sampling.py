@@ -181,11 +181,9 @@ def test_flat_rows_beside_all_others(implementation, dtype):
     logits, first = (0.64 * randn(len(rows), 4500, seed=33)).to(dtype), 75_968
     logits[3, 4321] = 30.0  # of nearly all mass
     logits[4, 2222] = torch.nan
-    *by_row, positions = parameters(rows, seed=34)
-    slots = torch.randperm(20, generator=generator(35), device=DEVICE)[: len(rows)]
-    by_slot = [each.new_zeros(20).index_copy_(0, slots, each) for each in by_row]
-    expected = [expected_id(logits[row].cpu().float(), rows[row], (*by_row, positions), row, first) for row in range(len(rows))]
-    assert implementation(logits, *by_slot, positions, first, slots.int()).tolist() == expected
+    arguments = parameters(rows, seed=34)
+    expected = [expected_id(logits[row].cpu().float(), rows[row], arguments, row, first) for row in range(len(rows))]
+    assert implementation(logits, *arguments, first).tolist() == expected
 
 
 @pytest.mark.parametrize("implementation", SAMPLERS)
@@ -200,13 +198,9 @@ def test_the_rows_of_a_large_vocabulary(implementation, spread):
 
 @pytest.mark.parametrize("implementation", SAMPLERS)
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16])
-def test_half_precision_and_parameters_by_slot_change_nothing(implementation, dtype):
-    logits = randn(len(FEW_ROWS), 700, seed=3, dtype=dtype)
-    slots = torch.randperm(len(FEW_ROWS), generator=generator(9), device=DEVICE)
-    *by_row, positions = parameters(FEW_ROWS, seed=3)
-    by_slot = [torch.empty_like(each).index_copy_(0, slots, each) for each in by_row]
-    expected = implementation(logits.float(), *by_row, positions)
-    assert implementation(logits, *by_slot, positions, 0, slots.int()).equal(expected)
+def test_half_precision_changes_nothing(implementation, dtype):
+    logits, arguments = randn(len(FEW_ROWS), 700, seed=3, dtype=dtype), parameters(FEW_ROWS, seed=3)
+    assert implementation(logits, *arguments).equal(implementation(logits.float(), *arguments))
 
 
 @pytest.mark.parametrize("implementation", SAMPLERS)
