@@ -17,7 +17,7 @@ NO_BIAS = -1
 
 
 class Penalties:
-    """By slot. Counts take `4 * L` bytes a slot, the list of what is counted `4 * min(L, max_length)`; on a CPU only what is written."""
+    """By slot. Counts take `4 * L` bytes a slot, the list of these `4 * min(L, max_length + 1)`; on a CPU only what is written."""
 
     def __init__(self, slots: int, columns: int, first: int, max_length: int, device: torch.device) -> None:
         """max_length: tokens of a sequence."""
