@@ -11,9 +11,10 @@ from torch import Tensor
 
 from benchmarks.launches import Case, Launch
 from kernels.advance import advance
+from kernels.counts import Held, count, recount
 from kernels.early_end import forbid_early_end
 from kernels.logprobs import logprobs
-from kernels.penalties import Held, count, penalise, recount
+from kernels.penalties import penalise
 from kernels.plan_unpack import plan_unpack
 from kernels.sampling import greedy, sample
 

@@ -24,6 +24,7 @@ from triton.tools import tensor_descriptor
 from kernels import (
     advance,
     all_reduce,
+    counts,
     decode_attention,
     early_end,
     embedding,
@@ -181,10 +182,10 @@ def state() -> None:
 
 def logit_changes() -> None:
     logits, number, slots = zeros(4, 151936, dtype=torch.float32), zeros(9, dtype=torch.float32), int32(4)
-    held, flags = penalties.Held(int32(9, 151936), int32(9, 40961), int32(9)), torch.zeros(300, dtype=torch.bool)
+    held, flags = counts.Held(int32(9, 151936), int32(9, 40961), int32(9)), torch.zeros(300, dtype=torch.bool)
     penalties.penalise_triton(logits, slots, held, number, number, number, int32(9, 300), zeros(9, 300, dtype=torch.float32))
-    penalties.count_triton(held, flags, int32(300), int32(300))
-    penalties.recount_triton(held, flags, slots, slots, flags, slots, int32(4096), int32(9, 64), 16)
+    counts.count_triton(held, flags, int32(300), int32(300))
+    counts.recount_triton(held, flags, slots, slots, flags, slots, int32(4096), int32(9, 64), 16)
 
 
 def logprob_parts() -> None:

@@ -1,65 +1,13 @@
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.penalties import (
-    IDS,
-    IN_PROMPT,
-    SHARES,
-    Held,
-    count_torch,
-    count_triton,
-    penalise_torch,
-    penalise_triton,
-    recount_torch,
-    recount_triton,
-)
-from tests.kernels.support import DEVICE, generator, implementations, randn
+from kernels.penalties import IDS, SHARES, penalise_torch
+from tests.kernels.counted import IMPLEMENTATIONS, SLOTS, Operations, check_lists, count_of, int32s, recount_of, zeros
+from tests.kernels.support import DEVICE, generator, randn
 
-SLOTS, BIASES = 6, 4
+BIASES = 4
 PENALTIES = [(0.0, 0.0, 1.0), (1.5, 0.0, 1.0), (0.0, -0.7, 1.0), (0.0, 0.0, 1.3), (-2.0, 0.25, 0.5), (0.3, 2.0, 1.0)]  # by slot
-
-PAGE = 16
-
-
-@dataclass(frozen=True)
-class Operations:
-    penalise: Callable[..., None]
-    count: Callable[..., None]
-    recount: Callable[..., None]
-
-    @property
-    def lists(self) -> bool:
-        """Whether they keep the lists."""
-        return self.recount is recount_triton
-
-
-IMPLEMENTATIONS = [
-    Operations(*each)
-    for each in zip(
-        implementations(penalise_torch, penalise_triton),
-        implementations(count_torch, count_triton),
-        implementations(recount_torch, recount_triton),
-        strict=True,
-    )
-]
-
-
-def int32s(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def bools(*values: bool) -> Tensor:
-    return torch.tensor(values, dtype=torch.bool, device=DEVICE)
-
-
-def zeros(slots: int, columns: int, tokens: int = 1000) -> Held:
-    held = Held.nothing(slots, columns, tokens, DEVICE)
-    held.counts.zero_()
-    return held
 
 
 def unbiased() -> tuple[Tensor, Tensor]:
@@ -69,31 +17,6 @@ def unbiased() -> tuple[Tensor, Tensor]:
 def settings() -> tuple[Tensor, Tensor, Tensor]:
     presence, frequency, repetition = torch.tensor(PENALTIES, device=DEVICE).T.contiguous()
     return presence, frequency, repetition
-
-
-def recount_of(operations: Operations, held: Held, slot: int, prompt: list[int], output: list[int], first: int = 0) -> None:
-    """As when a prefill of the slot ends."""
-    ids = int32s(*prompt, *output)
-    pages = -(-len(ids) // PAGE) or 1
-    token_ids = torch.full((pages * PAGE,), -7, dtype=torch.int32, device=DEVICE)
-    token_ids[: len(ids)] = ids
-    page_table = torch.arange(pages, dtype=torch.int32, device=DEVICE).repeat(len(held.counts), 1)
-    counted, prompt_length = torch.ones_like(held.distinct, dtype=torch.bool), torch.full_like(held.distinct, len(prompt))
-    slots, lengths = int32s(slot), int32s(len(ids))
-    operations.recount(held, counted, slots, lengths, bools(True), prompt_length, token_ids, page_table, PAGE, first)
-
-
-def count_of(operations: Operations, held: Held, slot: int, ids: list[int], first: int = 0) -> None:
-    counted = torch.ones_like(held.distinct, dtype=torch.bool)
-    operations.count(held, counted, int32s(*[slot] * len(ids)), int32s(*ids), first)
-
-
-def check_lists(operations: Operations, held: Held, *slots: int) -> None:
-    """Each column that is counted is listed once, and no other."""
-    if operations.lists:
-        for slot in slots:
-            listed = held.listed[slot, : int(held.distinct[slot])].tolist()
-            assert sorted(listed) == held.counts[slot].nonzero().flatten().tolist(), f"slot {slot}"
 
 
 def expected_logits(logits: Tensor, prompt: list[int], output: list[int], slot: int, bias: dict[int, float], first: int) -> list[float]:
@@ -186,29 +109,6 @@ def test_rows_that_ask_for_nothing_keep_their_bits(operations: Operations) -> No
 
 
 @pytest.mark.parametrize("operations", IMPLEMENTATIONS)
-def test_only_ids_of_these_columns_and_of_slots_that_are_counted_are_counted(operations: Operations) -> None:
-    held = zeros(3, 4)
-    recount_of(operations, held, 1, [4, 3, 8, -1], [], first=4)
-    ids, slots = int32s(-1, -2, 3, 4, 7, 8, 4, 4, 4, 5), int32s(0, 1, 0, 1, 1, 0, 1, 1, 0, 2)
-    operations.count(held, bools(True, True, False), slots, ids, first=4)
-    assert held.counts.tolist() == [[1, 0, 0, 0], [IN_PROMPT + 3, 0, 0, 1], [0, 0, 0, 0]]
-    check_lists(operations, held, 0, 1, 2)
-
-
-@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
-def test_a_list_has_room_for_all_that_a_sequence_can_hold(operations: Operations) -> None:
-    """Whether that is every column, or fewer ids than there are; the slots beside it keep theirs."""
-    for columns, tokens in ((9, 100), (100, 9)):
-        held = zeros(3, columns, tokens)
-        assert held.listed.shape == (3, 9)
-        for slot, ids in enumerate(([8], [0, 1, 2, 3, 4], [1, 7])):
-            recount_of(operations, held, slot, ids[:1], ids[1:])
-        count_of(operations, held, 1, [8, 7, 6, 5, 5, 8])
-        assert held.counts.count_nonzero(1).tolist() == [1, 9, 2]
-        check_lists(operations, held, 0, 1, 2)
-
-
-@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
 def test_a_slot_keeps_nothing_of_the_sequence_before(operations: Operations) -> None:
     held, (bias_ids, bias_values), penalties = zeros(SLOTS, 50), unbiased(), settings()
     for slot, prompt, output in ((4, [*range(30)], [*range(10, 40)]), (4, [3], [45, 3]), (2, [3], [45, 3])):
@@ -220,29 +120,3 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(operations: Operations) -> 
     before = logits.clone()
     operations.penalise(logits, int32s(4), held, *penalties, bias_ids, bias_values)
     assert (logits != before).nonzero()[:, 1].tolist() == [3, 45, 46]
-
-
-@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
-@pytest.mark.parametrize("first, columns", [(0, 300), (128, 129)])
-def test_counts_are_made_anew_of_the_rows_that_start_to_yield(operations: Operations, first: int, columns: int) -> None:
-    page_size, max_pages, random = 16, 2 * SHARES * IDS // 16, generator(first)
-    token_ids = torch.randint(0, 300, (SLOTS * max_pages * page_size,), generator=random, dtype=torch.int32, device=DEVICE)
-    page_table = torch.randperm(SLOTS * max_pages, generator=random, device=DEVICE).int().view(SLOTS, max_pages)
-    everything = torch.arange(columns, dtype=torch.int32, device=DEVICE)
-    counts, distinct = torch.full((SLOTS, columns), 77, dtype=torch.int32, device=DEVICE), int32s(*[columns] * SLOTS)
-    held = Held(counts, everything.repeat(SLOTS, 1), distinct)
-    counted = torch.tensor([True, True, False, True, True, True], device=DEVICE)
-    prompt_length = torch.tensor([0, 1, 5, 30, SHARES * IDS, 700], dtype=torch.int32, device=DEVICE)
-    rows = [(4, SHARES * IDS + 300, True), (2, 9, True), (3, 17, True), (0, 5, False), (5, 700, True), (1, 0, True)]  # slot, length, yields
-    slots, lengths, yields = (torch.tensor(column, device=DEVICE) for column in zip(*rows, strict=True))
-    operations.recount(held, counted, slots.int(), lengths.int(), yields, prompt_length, token_ids, page_table, page_size, first)
-    check_lists(operations, held, *range(SLOTS))
-    for slot, length, yielded in rows:
-        expected = [77] * columns if not (yielded and counted[slot]) else [0] * columns
-        if yielded and counted[slot]:
-            pages = page_table[slot].tolist()
-            for position in range(length):
-                column = int(token_ids[pages[position // page_size] * page_size + position % page_size]) - first
-                if 0 <= column < columns:
-                    expected[column] = expected[column] | IN_PROMPT if position < prompt_length[slot] else expected[column] + 1
-        assert counts[slot].tolist() == expected

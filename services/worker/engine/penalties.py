@@ -9,7 +9,8 @@ S slots and one of nobody, L columns of logits: the vocabulary ids from `first` 
 import torch
 from torch import Tensor
 
-from kernels.penalties import Held, count, penalise, recount
+from kernels.counts import Held, count, recount
+from kernels.penalties import penalise
 from services.worker.engine.slots import column_of, floats_of
 from shared.protocol.plan import MAX_BIASES, SlotFlag
 
@@ -47,7 +48,7 @@ class Penalties:
         self.bias_values[slots.long(), indexes.long()] = values.contiguous().view(torch.float32)
 
     def recount(self, slots: Tensor, lengths: Tensor, yields: Tensor, token_ids: Tensor, page_table: Tensor, page_size: int) -> None:
-        """Counts what the pages of prefill rows hold, of those that are counted and yield a token; see `kernels.penalties.recount`."""
+        """Counts what the pages of prefill rows hold, of those that are counted and yield a token; see `kernels.counts.recount`."""
         own = self.held, self.counted, slots, lengths, yields, self.prompt_length
         recount(*own, token_ids, page_table, page_size, self._first)
 
