@@ -6,6 +6,7 @@ B rows, T tokens.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -98,11 +99,9 @@ class TorchEngine:
         budget = spec.kv_cache_memory_bytes or HOST_KV_CACHE_BYTES
         if device.type == "cuda":
             self._allocate(shape, 1)
-            launching = dtype, spec.slots, spec.page_size, spec.max_step_tokens, spec.deterministic, spec.sampling_gather, spec.cuda_graphs
-            known = receipt(torch.cuda.get_device_name(device), config, max_length, group.size, *launching)
-            if not group.minimum(int(known.exists())):  # all ranks or none, since they add up
-                self._compile(spec.threads, progress)
-                known.touch()
+            limits = max_length, spec.slots, spec.page_size, spec.max_step_tokens, spec.cuda_graphs
+            ways = dtype, kind, group.size, spec.peer_memory, spec.sampling_gather, spec.deterministic
+            self._compile(receipt(torch.cuda.get_device_name(device), config, limits, ways), spec.threads, progress)
             if spec.num_pages is None and spec.kv_cache_memory_bytes is None:
                 budget = self._memory_left(spec, progress)
         pages = group.minimum(spec.num_pages or min(budget // shape.page_bytes, spec.slots * pages_per_slot + 1))
@@ -224,8 +223,10 @@ class TorchEngine:
         self.caches = allocate(shape, pages, self.device)
         self.token_ids = torch.zeros(pages * self.page_size, dtype=torch.int32, device=self.device)
 
-    def _compile(self, threads: int, progress: Progress) -> None:
-        """All kernels of steps, found in a run of each kind of layer instead of all layers."""
+    def _compile(self, known: Path, threads: int, progress: Progress) -> None:
+        """All kernels of steps, found in a run of each kind of layer instead of all layers; unless they are known to be in the cache."""
+        if self.model.group.minimum(int(known.exists())):  # of all ranks: they run, and add up, together
+            return
         layers, caches = self.model.layers, self.caches
         self.model.layers = self.model.layer_of_each_kind()
         self.caches = caches[:1] * len(self.model.layers)
@@ -233,6 +234,8 @@ class TorchEngine:
             self._rehearsal.prepare(threads, progress)
         finally:
             self.model.layers, self.caches = layers, caches
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.touch()
 
     def _memory_left(self, spec: RankSpec, progress: Progress) -> int:
         """Bytes for the KV cache: the rank's part of the GPU less what is in use and what the largest step needs, which is tried."""
