@@ -41,8 +41,8 @@ def sample(
     positions: Tensor,
     first: int = 0,
 ) -> Tensor:
-    """logits `[B, V]`, float32, float16 or bfloat16; temperature, top_p, min_p float32, top_k, positions int32, seeds int64,
-    `[B]` -> ids `[B]` int32.
+    """logits `[B, V]`, float32, float16 or bfloat16; temperature, top_p and min_p (at most 1) float32, top_k, positions int32, seeds
+    int64, `[B]` -> ids `[B]` int32.
 
     Each filter keeps a prefix of the ids ordered by (logit descending, id ascending): the first `top_k` (0 or less: all); of
     these, renormalised, up to and including the one that crosses `top_p` (at least the first); those of probability at least

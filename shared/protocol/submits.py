@@ -8,7 +8,7 @@ from shared.protocol.generation_pb2 import GenerationSessionRequest
 
 MAX_SUBMITS = 64  # of one message: some 10 ms of the scheduler's time
 MAX_SUBMITS_BYTES = 1 << 20  # of one message, but for a single one that is larger
-# Of a message, where two such hold all that is queued, some 17,000 tokens of prompts: about a step. The plan for the second is made and
+# Of a message, where about two such hold all that is queued, some 17,000 tokens of prompts: a step. The plan for the second is made and
 # sent while the device computes that of the first: 16 prompts of 1,024 tokens at an idle H200 with Qwen3-0.6B take 41.0 and 41.4 ms in
 # two messages, 43.0 and 43.2 in one. Larger crowds fill steps of their own, and would only come apart.
 HALF_CROWD_BYTES = 36_000
