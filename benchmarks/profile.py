@@ -126,17 +126,20 @@ def _kernels_us(work: Sequence[Work], kind: Kind) -> dict[str, float]:
 
 def _decoded(running: Served, folder: Path, prompts: Prompts) -> list[Work]:
     """What the device did in decode steps of these rows."""
-    trace = _ask(folder, DECODE)
-    running.timed(prompts, 2 * (DECODE.skipped + DECODE.recorded))
-    return _work(_eventually(trace))
+    return _work(_recorded(running, folder, prompts, DECODE))
 
 
 def _timed_us(running: Served, folder: Path, prompts: Prompts) -> float:
     """What a decode step of these rows takes."""
-    written = _ask(folder, TIMED)
-    running.timed(prompts, 2 * (TIMED.skipped + TIMED.recorded))
-    us: float = json.loads(_eventually(written).read_text())["us"]
+    us: float = json.loads(_recorded(running, folder, prompts, TIMED).read_text())["us"]
     return us
+
+
+def _recorded(running: Served, folder: Path, prompts: Prompts, kind: Kind) -> Path:
+    """What rank 0 writes of decode steps of these rows."""
+    written = _ask(folder, kind)
+    running.timed(prompts, 2 * (kind.skipped + kind.recorded))
+    return _eventually(written)
 
 
 def _ask(folder: Path, kind: Kind) -> Path:
