@@ -33,8 +33,12 @@ class Product:
         return f"{self.columns}x{self.size}"
 
     @property
+    def weight_rows(self) -> int:
+        return self.columns * (2 if self.gated else 1)
+
+    @property
     def weight_bytes(self) -> int:
-        return DTYPE.itemsize * self.columns * self.size * (2 if self.gated else 1)
+        return DTYPE.itemsize * self.weight_rows * self.size
 
     @property
     def is_small(self) -> bool:

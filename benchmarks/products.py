@@ -61,7 +61,7 @@ class Inputs:
     def __init__(self, each: Product, rows: int, copies: int | None = None) -> None:
         copies = copies or max(2, min(-(-2 * L2_BYTES // each.weight_bytes), MAX_WEIGHT_BYTES // each.weight_bytes))
         self.product = each
-        shape = (copies, each.columns * (2 if each.gated else 1), each.size)
+        shape = (copies, each.weight_rows, each.size)
         self.weights = list(torch.randn(shape, device="cuda", dtype=DTYPE) * each.size**-0.5)
         self.x = torch.randn(rows, each.size, device="cuda", dtype=DTYPE)
         self.norm = partial(rms_norm, self.x, torch.ones(each.size, device="cuda", dtype=DTYPE), EPS)

@@ -39,7 +39,7 @@ def compile_jobs(jobs: Sequence[Job]) -> None:
     """Compiles each, into the cache that all processes share."""
     for each, rows, tuned in jobs:
         x = torch.zeros(rows, each.size, device="cuda", dtype=DTYPE)
-        weight = torch.zeros(each.columns * (2 if each.gated else 1), each.size, device="cuda", dtype=DTYPE)
+        weight = torch.zeros(each.weight_rows, each.size, device="cuda", dtype=DTYPE)
         runs(each, x, weight, tuned)
 
 

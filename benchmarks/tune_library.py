@@ -14,6 +14,7 @@ from benchmarks.launches import DTYPE
 from benchmarks.products import Inputs
 from benchmarks.report import Report, Value
 from benchmarks.tuning import RenewedTable
+from kernels.library import preferring
 from kernels.linear import MAX_ROWS, config
 from kernels.tuning import Table
 from shared.errors import ConfigError
@@ -43,18 +44,15 @@ def _decide(each: Product, rows: int, table: Table) -> Sequence[Value]:
     """A line of the report; what was found is in the table."""
     inputs, device = Inputs(each, rows), torch.device("cuda", 0)
     tuned = config(each.operation, device, DTYPE, rows, each.columns, each.size)
-    times: dict[str, list[float]] = {"cublas": [], "cublaslt": []}
-    before = torch.backends.cuda.preferred_blas_library()
-    try:
-        for library in [*times] * TURNS:
-            torch.backends.cuda.preferred_blas_library(library)
-            times[library].append(inputs.us(tuned if library == "cublas" else None, REPLAYS))
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
-    us, lt_us = (min(each) for each in times.values())
+    times_us, lt_times_us = [], []
+    for _ in range(TURNS):
+        with preferring("cublas"):
+            times_us.append(inputs.us(tuned, REPLAYS))
+        with preferring("cublaslt"):
+            lt_times_us.append(inputs.us(None, REPLAYS))
+    us, lt_us = min(times_us), min(lt_times_us)
     won, without = lt_us < GAIN * us, "cuBLAS" if tuned is None else "ours"
-    shape = f"{each.columns * (2 if each.gated else 1)}x{each.size}"
-    table.setdefault("library", {}).setdefault(shape, {})[str(rows)] = [1] if won else []
+    table.setdefault("library", {}).setdefault(f"{each.weight_rows}x{each.size}", {})[str(rows)] = [1] if won else []
     if won and rows <= MAX_ROWS:
         table.setdefault(each.operation, {}).setdefault(each.shape, {})[str(rows)] = []
     return each.operation, each.shape, rows, without, us, lt_us, "cuBLASLt" if won else without

@@ -1,12 +1,15 @@
 """The library's products, by cuBLAS or by cuBLASLt, whose rules choose other kernels: a table says where the second is faster."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.tuning import entries
+from kernels.tuning import entries, entry_for
 
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -16,10 +19,17 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """
     if not is_lt_faster(x.device, x.dtype, x.shape[0], *weight.shape):
         return F.linear(x, weight, bias)
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    try:
+    with preferring("cublaslt"):
         return F.linear(x, weight, bias)
+
+
+@contextlib.contextmanager
+def preferring(library: Literal["cublas", "cublaslt"]) -> Iterator[None]:
+    """Products within are this library's."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(library)
+    try:
+        yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
 
@@ -27,6 +37,4 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 @functools.cache
 def is_lt_faster(device: torch.device, dtype: torch.dtype, rows: int, columns: int, size: int) -> bool:
     """By the entry for the least measured number of rows that is not below `rows`; never for more, which tensor cores bind."""
-    measured = entries(device, dtype, "library", f"{columns}x{size}")
-    least = min((int(most) for most in measured if int(most) >= rows), default=None)
-    return least is not None and bool(measured[str(least)])
+    return bool(entry_for(entries(device, dtype, "library", f"{columns}x{size}"), rows))

@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.launch import MAX_COUNTERS, cdiv, counters, next_power_of_2, pdl_options, prefetch
 from kernels.library import library_linear
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
-from kernels.tuning import entries
+from kernels.tuning import entries, entry_for
 
 MAX_ROWS = 64  # of a product that the kernel is considered for
 # Asked for before the wait: what memory gives while the kernel before ends and this one begins. Programs that start later need not ask.
@@ -127,8 +127,7 @@ def config(operation: str, device: torch.device, dtype: torch.dtype, rows: int, 
 
 def config_of(measured: Mapping[str, list[int]], rows: int) -> Config | None:
     """From a shape's entries."""
-    least = min((int(most) for most in measured if int(most) >= rows), default=None)
-    found = [] if least is None else measured[str(least)]
+    found = entry_for(measured, rows)
     return Config(*found) if found else None
 
 

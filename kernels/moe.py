@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.launch import HOPPER, capability
 from kernels.moe_grouped import GroupedConfig, moe_grouped_triton
 from kernels.routing import route_torch
-from kernels.tuning import entries
+from kernels.tuning import entries, entry_for
 
 Config = tuple[GroupedConfig, GroupedConfig]  # for gate and up, and for down
 
@@ -75,7 +75,7 @@ def config(device: torch.device, dtype: torch.dtype, tokens: int, choices: int, 
     """Of the table, the least entry for so many tokens or the greatest; without one, what fits every GPU of its kind."""
     found = entries(device, dtype, "moe", f"{experts}x{choices}x{hidden}x{inner}")
     if found:
-        return config_of(found[str(min((int(most) for most in found if int(most) >= tokens), default=max(map(int, found))))])
+        return config_of(entry_for(found, tokens) or found[str(max(map(int, found)))])
     if dtype.itemsize != 2:
         return FIXED[dtype.itemsize]
     mean = tokens * choices / experts

@@ -61,6 +61,12 @@ def entries(device: torch.device, dtype: torch.dtype, operation: str, shape: str
     return {size: numbers for size, (_, numbers) in found.items()}
 
 
+def entry_for(measured: Mapping[str, list[int]], size: int) -> list[int] | None:
+    """Of a shape's entries, the least that serves so many rows or tokens; None if none does."""
+    least = min((int(most) for most in measured if int(most) >= size), default=None)
+    return None if least is None else measured[str(least)]
+
+
 @functools.cache
 def borrowed(device: torch.device) -> dict[str, str]:
     """Operations and shapes that this process has asked for and that have entries of other versions of Triton: which."""
