@@ -96,7 +96,8 @@ def scripted(start_stack: StartStack, weightless_model: Path) -> Callable[..., S
 def shared(tmp_path_factory: pytest.TempPathFactory, weightless_model: Path) -> Iterator[Stack]:
     """For several tests, of which the first counts from 0."""
     folder, names = tmp_path_factory.mktemp("stack"), ["--served-model-name", "tiny"]
-    with Stack(folder, model=weightless_model, engine="scripted", script=SCRIPT, scheduler_args=names) as stack:
+    script = {**SCRIPT, "step_s": 0.01}  # who leaves has two seconds for it
+    with Stack(folder, model=weightless_model, engine="scripted", script=script, scheduler_args=names) as stack:
         yield stack
 
 
