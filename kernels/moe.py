@@ -3,7 +3,7 @@
 T tokens, D hidden size, E experts, C experts a token chooses, I intermediate size of an expert on this rank, A = T * C assignments:
 number t * C + c is the c-th expert of token t.
 
-How the products of the experts run is in `moe_grouped`; with what tiles, in the table of the GPU.
+How the products of the experts run is in `moe_grouped`, their sum in `weighted_sum`; with what tiles, in the table of the GPU.
 """
 
 import functools
@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.launch import HOPPER, capability
-from kernels.moe_grouped import GroupedConfig, moe_grouped_triton
+from kernels.moe_grouped import GroupedConfig, expert_results_triton, moe_grouped_triton
+from kernels.rms_norm import add_rms_norm_torch
 from kernels.routing import route_torch
 from kernels.tuning import entries, entry_for
+from kernels.weighted_sum import weighted_sum_add_norm_triton
 
 Config = tuple[GroupedConfig, GroupedConfig]  # for gate and up, and for down
 
@@ -27,10 +29,26 @@ def moe(x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, 
     The sum of `silu_and_mul(x @ gate_up.T) @ down.T` of each token's `choices` experts, weighted as `route` does, in float32.
     Raises ValueError if x or a weight is not contiguous.
     """
-    for name, tensor in (("x", x), ("gate_up", gate_up), ("down", down)):
+    _check(x=x, gate_up=gate_up, down=down)
+    return (moe_triton if x.is_cuda else moe_torch)(x, gate_up, down, logits, choices, renormalise)
+
+
+def moe_add_norm(
+    x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, renormalise: bool, residual: Tensor, norm: Tensor, eps: float
+) -> Tensor:
+    """Adds `moe` of the first six to residual `[T, D]` IN PLACE and returns the RMSNorm of the sum, with norm `[D]`, `[T, D]` like x.
+
+    Residual and result have the bits that `moe` and `add_rms_norm` give. Raises ValueError if x, a weight or residual is not contiguous.
+    """
+    _check(x=x, gate_up=gate_up, down=down, residual=residual)
+    compute = moe_add_norm_triton if x.is_cuda else moe_add_norm_torch
+    return compute(x, gate_up, down, logits, choices, renormalise, residual, norm, eps)
+
+
+def _check(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got {tuple(tensor.shape)} with strides {tensor.stride()}")
-    return (moe_triton if x.is_cuda else moe_torch)(x, gate_up, down, logits, choices, renormalise)
 
 
 def fixed_moe(x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, renormalise: bool) -> Tensor:
@@ -49,6 +67,12 @@ def moe_torch(x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices:
     return out.to(x.dtype)
 
 
+def moe_add_norm_torch(
+    x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, renormalise: bool, residual: Tensor, norm: Tensor, eps: float
+) -> Tensor:
+    return add_rms_norm_torch(moe_torch(x, gate_up, down, logits, choices, renormalise), residual, norm, eps)
+
+
 def moe_triton(
     x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, renormalise: bool, tuned: Config | None = None
 ) -> Tensor:
@@ -56,6 +80,16 @@ def moe_triton(
         return torch.empty_like(x)
     tuned = tuned or config(x.device, x.dtype, len(x), choices, *down.shape)
     return moe_grouped_triton(x, gate_up, down, logits, choices, renormalise, *tuned)
+
+
+def moe_add_norm_triton(
+    x: Tensor, gate_up: Tensor, down: Tensor, logits: Tensor, choices: int, renormalise: bool, residual: Tensor, norm: Tensor, eps: float
+) -> Tensor:
+    if len(x) == 0:
+        return torch.empty_like(x)
+    tuned = config(x.device, x.dtype, len(x), choices, *down.shape)
+    results, masses = expert_results_triton(x, gate_up, down, logits, choices, renormalise, *tuned)
+    return weighted_sum_add_norm_triton(results, masses, renormalise, residual, norm, eps)
 
 
 FIXED = {

@@ -9,7 +9,6 @@ Neighbours share an expert's rows, and its weights where it has many. Nothing is
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.launch import cdiv, next_power_of_2, pdl_options, prefetch
 from kernels.linear import add_product
 from kernels.routing import assign_triton
+from kernels.weighted_sum import weighted_sum_triton
 
 MOST_RANKED_TOKENS = 256  # beyond them a program for each expert, reading all logits, takes longer than two kernels
 
@@ -46,17 +46,29 @@ def moe_grouped_triton(
     second: GroupedConfig,
     by_token: bool = False,
 ) -> Tensor:
-    """first: for gate and up; second: for down; by_token: a token's result does not depend on the others, bit by bit."""
+    """`kernels.moe.moe` of at least one token; the rest as of `expert_results_triton`."""
+    results, masses = expert_results_triton(x, gate_up, down, logits, choices, renormalise, first, second, by_token)
+    return weighted_sum_triton(results, masses, renormalise)
+
+
+def expert_results_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    logits: Tensor,
+    choices: int,
+    renormalise: bool,
+    first: GroupedConfig,
+    second: GroupedConfig,
+    by_token: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What each expert made of its tokens, `[A, D]` in the order of the assignments, and masses `[T, C]` as of `assign_triton`.
+
+    first: for gate and up; second: for down; by_token: a token's results do not depend on the others, bit by bit.
+    """
     masses, order, counts = assign_triton(logits, choices, renormalise, by_token or len(x) > MOST_RANKED_TOKENS)
     activated = grouped_product_triton(x, gate_up, order, counts, choices, True, first)
-    results = grouped_product_triton(activated, down, order, counts, choices, False, second)
-    (tokens, hidden), y = x.shape, torch.empty_like(x)
-    column_block = min(next_power_of_2(hidden), 1024)
-    _weighted_sum_kernel[(tokens, cdiv(hidden, column_block))](
-        results, masses, y, hidden, choices, renormalise, next_power_of_2(choices), column_block,
-        num_warps=4, **pdl_options(x.device),
-    )  # fmt: skip
-    return y
+    return grouped_product_triton(activated, down, order, counts, choices, False, second), masses
 
 
 def grouped_product_triton(
@@ -170,23 +182,3 @@ def _ask_for_weights(
     sizes = tl.where(column < columns, tl.minimum(size, INNER * STEPS), 0) * ELEMENT_BYTES // 16 * 16
     for plane in tl.static_range(PLANES):
         prefetch(weight_ptr + (expert.to(tl.int64) * PLANES * columns + plane * columns + column) * size, sizes)
-
-
-@triton.jit
-def _weighted_sum_kernel(
-    results_ptr, masses_ptr, y_ptr, hidden, choices, RENORMALISE: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    column, choice = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHOICES)
-    in_choices = choice < choices
-    probability = tl.load(masses_ptr + token * choices + choice, mask=in_choices, other=0.0)  # older than the kernel before
-    if RENORMALISE:
-        probability = probability / tl.sum(probability, axis=0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    place = (token * choices + choice)[:, None] * hidden + column[None, :]
-    results = tl.load(results_ptr + place, mask=in_choices[:, None] & (column < hidden)[None, :], other=0.0).to(tl.float32)
-    total = tl.sum(probability[:, None] * results, axis=0)
-    tl.store(y_ptr + token * hidden + column, total, mask=column < hidden)

@@ -43,15 +43,20 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return _launch(x, residual, weight, eps)
 
 
+def tile(size: int) -> tuple[int, int, int]:
+    """Rows and columns of a program, and its warps: never by the number of rows, since the order of sums hangs on them."""
+    block = next_power_of_2(size)
+    rows = max(1, 1024 // block)
+    return rows, block, max(1, min(rows * block // 256, 16))  # 8 elements a thread: one 16-byte load of bfloat16
+
+
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     rows, size = flat.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    block = next_power_of_2(size)
-    rows_per_program = max(1, 1024 // block)  # never by the number of rows, since the order of sums hangs on it
-    warps = max(1, min(rows_per_program * block // 256, 16))  # 8 elements a thread: one 16-byte load of bfloat16
+    rows_per_program, block, warps = tile(size)
     _rms_norm_kernel[(cdiv(rows, rows_per_program),)](
         flat, residual, weight, y, rows, flat.stride(0), flat.stride(1), size, eps, residual is not None, rows_per_program, block,
         num_warps=warps, **pdl_options(x.device),
@@ -77,5 +82,11 @@ def _rms_norm_kernel(
         total = (x + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(place, total, mask=inside)
         x = total.to(tl.float32)
+    tl.store(y_ptr + row * size + column, normed(x, weight, size, eps), mask=inside)
+
+
+@triton.jit
+def normed(x, weight, size, eps):
+    """The norm of rows of so many elements, float32, behind which zeros stand."""
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)
-    tl.store(y_ptr + row * size + column, x * scale[:, None] * weight, mask=inside)
+    return x * scale[:, None] * weight

@@ -44,6 +44,7 @@ from kernels import (
     sampling,
     silu_and_mul,
     tuning,
+    weighted_sum,
 )
 from tests.kernels.support import INTERPRETED
 
@@ -152,6 +153,14 @@ def attention(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = 
 def mixture(tokens: int, fixed: bool = False, dtype: torch.dtype = BFLOAT16) -> None:
     logits, gate_up, down = zeros(tokens, 16, dtype=dtype), zeros(16, 512, 512, dtype=dtype), zeros(16, 512, 256, dtype=dtype)
     (moe.fixed_moe if fixed else moe.moe_triton)(zeros(tokens, 512, dtype=dtype), gate_up, down, logits, 8, True)
+
+
+def expert_sums() -> None:
+    """Qwen3-30B-A3B's, Mixtral's, several rows of a program, and one whose rows are not aligned."""
+    for hidden, choices in ((2048, 8), (4096, 2), (7168, 8), (512, 8), (97, 3)):
+        results, masses = zeros(4 * choices, hidden), zeros(4, choices, dtype=torch.float32)
+        weighted_sum.weighted_sum_triton(results, masses, True)
+        weighted_sum.weighted_sum_add_norm_triton(results, masses, True, zeros(4, hidden), zeros(hidden), 1e-6)
 
 
 def measured(path: Path, *operations: str) -> Iterator[tuple[str, str, dict[str, list[int]]]]:
@@ -264,6 +273,7 @@ OPERATIONS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (mixture, (1024,)),
     (mixture, (8, True)),
     (mixture, (8, False, torch.float32)),
+    (expert_sums, ()),
     (samplers, ()),
     (sums, ()),
     (logit_changes, ()),

@@ -3,8 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.moe import fixed_moe, moe, moe_torch, moe_triton
+from kernels.moe import fixed_moe, moe, moe_add_norm, moe_add_norm_torch, moe_add_norm_triton, moe_torch, moe_triton
 from kernels.moe_grouped import GroupedConfig
+from kernels.rms_norm import add_rms_norm_triton
 from kernels.routing import assign_triton, route_torch, route_triton
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, implementations, randn
 
@@ -87,6 +88,30 @@ def test_matches_float64(implementation, tokens, hidden, inner, experts, choices
     assert_near(implementation(*given), mixture(*given), ulps=4, floor=1e-5)
 
 
+@pytest.mark.parametrize("implementation", implementations(moe_add_norm_torch, moe_add_norm_triton))
+@pytest.mark.parametrize("tokens, hidden, inner, experts, choices", [(0, 64, 32, 4, 2), (1, 64, 48, 8, 2), (7, 97, 32, 12, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residual_takes_the_mixture_and_the_norm_sees_it_rounded(implementation, tokens, hidden, inner, experts, choices, dtype):
+    given = arguments(tokens, hidden, inner, experts, choices, dtype)
+    before, weight = randn(tokens, hidden, seed=4, dtype=dtype), randn(hidden, seed=5, dtype=dtype)
+    residual = before.clone()
+    normed = implementation(*given, residual, weight, 1e-6)
+    assert_near(residual, before.double() + mixture(*given), ulps=4, floor=1e-5)
+    total = residual.double()
+    assert_near(normed, total / (total.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight.double(), ulps=1, floor=4e-6)
+
+
+@kernels_only
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_the_norm_the_bits_are_those_of_the_two_apart(dtype):
+    given = arguments(5, 80, 48, 6, 3, dtype)
+    residual, weight = randn(5, 80, seed=4, dtype=dtype), randn(80, seed=5, dtype=dtype)
+    expected_residual = residual.clone()
+    expected = add_rms_norm_triton(moe_triton(*given), expected_residual, weight, 1e-6)
+    assert moe_add_norm_triton(*given, residual, weight, 1e-6).equal(expected)
+    assert residual.equal(expected_residual)
+
+
 @kernels_only
 @pytest.mark.parametrize(
     "tuned, renormalise",
@@ -122,3 +147,9 @@ def test_refuses_strided_weights():
     weight = torch.zeros(2, 4, 4, device=DEVICE)
     with pytest.raises(ValueError, match="down must be contiguous"):
         moe(weight[0], weight, weight.transpose(1, 2), torch.zeros(4, 2, device=DEVICE), 1, True)
+
+
+def test_refuses_a_strided_residual():
+    x, gate_up, down = (torch.zeros(shape, device=DEVICE) for shape in ((4, 4), (2, 8, 4), (2, 4, 4)))
+    with pytest.raises(ValueError, match="residual must be contiguous"):
+        moe_add_norm(x, gate_up, down, torch.zeros(4, 2, device=DEVICE), 1, True, x.T, torch.zeros(4, device=DEVICE), 1e-6)

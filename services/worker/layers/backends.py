@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.fixed_linear import fixed_gated_linear, fixed_linear
 from kernels.linear import gated_linear, linear
-from kernels.moe import fixed_moe, moe
+from kernels.moe import fixed_moe, moe, moe_add_norm
 from kernels.rope import rope_and_store
 from services.worker.attention.paged import chunked_attention, paged_attention
 from services.worker.attention.tiled import tiled_attention
@@ -32,6 +32,8 @@ AttentionBackend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tens
 # x [T, D], gate_up [E, 2 * I, D], down [E, D, I], the router's logits [T, E], experts of a token, whether their weights are scaled
 # -> [T, D]; see `kernels.moe`
 ExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+# those, the residual [T, D], which takes their result in place, a norm's weight [D] and eps -> the norm of that, [T, D]
+AddExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool, Tensor, Tensor, float], Tensor]
 RotationBackend = Callable[..., Tensor]  # see `kernels.rope.rope_and_store`
 
 
@@ -45,15 +47,24 @@ class Backends:
     experts: ExpertsBackend
     rotate: RotationBackend = rope_and_store
     begins_norms: bool = False  # whether the products around a norm may make it: see `kernels.linear.begins_norm`
+    add_experts: AddExpertsBackend | None = None  # None: experts, then the norm of the group
 
 
 def backends(group: Communicator, device: torch.device, deterministic: bool) -> Backends:
     """deterministic: a row's bits depend on its own tokens alone; on a CPU, with one thread."""
     on_gpu = device.type == "cuda"
     if not deterministic:
-        experts = moe if on_gpu else partial(grouped, linear=F.linear)
         alone = group.size == 1  # a sum over ranks is complete only behind the product
-        return Backends(group, linear, gated_linear, partial(logits, linear=linear), paged_attention, experts, begins_norms=alone)
+        return Backends(
+            group,
+            linear,
+            gated_linear,
+            partial(logits, linear=linear),
+            paged_attention,
+            experts=moe if on_gpu else partial(grouped, linear=F.linear),
+            begins_norms=alone,
+            add_experts=moe_add_norm if on_gpu and alone else None,
+        )
     if on_gpu:
         return Backends(
             group=OrderedCommunicator(group),

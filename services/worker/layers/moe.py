@@ -30,11 +30,18 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[T, D]` -> `[T, D]`, this rank's part of the sum."""
-        return self.backends.experts(x, self.gate_up, self.down, self.router(x), self.experts.per_token, self.experts.renormalise)
+        return self.backends.experts(*self._routed(x))
 
     def add(self, x: Tensor | Unscaled, residual: Tensor, norm: RMSNorm, reader: MergedColumnLinear) -> Tensor:
         """residual += the sum of all ranks' part, in place; returns the norm of that, for any reader."""
+        if self.backends.add_experts is not None:
+            assert isinstance(x, Tensor)  # nobody alone takes the norm before
+            return self.backends.add_experts(*self._routed(x), residual, norm.weight, norm.eps)
         return norm.add(self(x), residual, self.backends.group)
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, bool]:
+        """What experts are given."""
+        return x, self.gate_up, self.down, self.router(x), self.experts.per_token, self.experts.renormalise
 
     def shards(self, prefix: str, names: Set[str]) -> Iterator[Shard]:
         """From a tensor an expert and projection or, as transformers 5 has them in memory, from two tensors of all experts.
