@@ -115,6 +115,11 @@ class Config(NamedTuple):
     prefetch: int  # steps of inner_block whose weights are asked for before the wait
     weights_first: int = 0  # 1: columns are the tall side of the tensor cores' product, rows the other
     reads_unscaled: int = 0  # 1: the norm before it is begun by the product before that
+    width: int = 0  # columns of a tile where a block has fewer than it could: as many as give every multiprocessor the same to read
+
+    @property
+    def tile_columns(self) -> int:
+        return self.width or self.column_block
 
 
 @functools.cache
@@ -151,7 +156,7 @@ def linear_add_norm_triton(
 ) -> Unscaled:
     if not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous, got {tuple(residual.shape)} with strides {residual.stride()}")
-    squares = torch.empty(len(x), cdiv(len(weight), tuned.column_block), dtype=torch.float32, device=x.device)
+    squares = torch.empty(len(x), cdiv(len(weight), tuned.tile_columns), dtype=torch.float32, device=x.device)
     return Unscaled(_launch(x, weight, bias, False, tuned, (residual, norm, squares)), squares, eps)
 
 
@@ -172,42 +177,45 @@ def _launch(
         raise ValueError(f"x must have contiguous rows and weight be contiguous, got strides {x.stride()} and {weight.stride()}")
     (rows, size), columns = x.shape, weight.shape[0] // (2 if gated else 1)
     y = x.new_empty(rows, columns)
-    row_tiles, column_tiles = cdiv(rows, tuned.row_block), cdiv(columns, tuned.column_block)
+    row_tiles, column_tiles = cdiv(rows, tuned.row_block), cdiv(columns, tuned.tile_columns)
     if tuned.splits > 1 and row_tiles * column_tiles > MAX_COUNTERS:
         raise ValueError(f"splits must be 1 for {row_tiles} x {column_tiles} tiles, got {tuned.splits}")
     shares = tuned.splits * rows * columns * (2 if gated else 1) if tuned.splits > 1 else 0
     partial = torch.empty(shares, dtype=torch.float32, device=x.device)
-    even = size % (tuned.inner_block * tuned.splits) == 0 and columns % tuned.column_block == 0
+    whole, full = size % tuned.inner_block == 0, tuned.width == 0 and columns % tuned.column_block == 0
+    even = full and size % (tuned.inner_block * tuned.splits) == 0
     steps_ahead = tuned.prefetch if size * weight.element_size() % 16 == 0 else 0  # where the copy engine can address the rows
     early = size // (tuned.inner_block * tuned.splits) if even and tuned.row_block == 1 and tuned.stages == 1 else 0
-    asked_bytes = max(steps_ahead, 1) * tuned.inner_block * tuned.column_block * (2 if gated else 1) * weight.element_size()
+    asked_bytes = max(steps_ahead, 1) * tuned.inner_block * tuned.tile_columns * (2 if gated else 1) * weight.element_size()
     residual, norm, squares = added or (None, None, None)
     _linear_kernel[(column_tiles, tuned.splits, row_tiles)](
         x, weight, bias, y, partial, counters(x.device), residual, norm, squares, read_squares,
-        rows, columns, size, x.stride(0), parts, cdiv(AHEAD_BYTES, asked_bytes), eps,
-        gated, bias is not None, added is not None, next_power_of_2(parts) if parts else 0, even, early, tuned.weights_first == 1,
-        tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block, tuned.stages, steps_ahead,
+        rows, columns, size, x.stride(0), parts, cdiv(AHEAD_BYTES, asked_bytes), tuned.width, eps,
+        gated, bias is not None, added is not None, next_power_of_2(parts) if parts else 0, whole, full, tuned.width > 0, early,
+        tuned.weights_first == 1, tuned.splits, tuned.row_block, tuned.column_block, tuned.inner_block, tuned.stages, steps_ahead,
         num_warps=tuned.warps, **pdl_options(x.device),
     )  # fmt: skip
     return y
 
 
-@triton.jit(do_not_specialize=["rows", "asking"])  # one kernel for all sizes of batch, or a worker would compile it for each kind of them
+@triton.jit(
+    do_not_specialize=["rows", "asking", "width"]
+)  # one kernel for all sizes of batch, or a worker would compile it for each kind of them
 def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, residual_ptr, norm_ptr, squares_ptr, read_squares_ptr,
-    rows, columns, size, row_stride, parts, asking, eps,
-    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    rows, columns, size, row_stride, parts, asking, width, eps,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    NARROW: tl.constexpr, EARLY: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """asking: programs that ask ahead. ADD: of `linear_add_norm`. PARTS: of the squares of Unscaled rows, padded; 0: they are scaled.
 
-    EVEN: shares are whole steps and tiles full of columns, so that weights need no mask. EARLY: steps of a share of one row, whose
-    weights are in registers before the wait; 0: none are.
+    WHOLE: shares are whole steps, FULL: tiles are full of columns: weights need no mask there. NARROW: tiles have `width` columns.
+    EARLY: steps of a share of one row, whose weights are in registers before the wait; 0: none are.
     """
     column_tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    in_columns = column < columns
+    column = column_tile * (width if NARROW else COLUMNS) + tl.arange(0, COLUMNS)
+    in_columns = column < (tl.minimum((column_tile + 1) * width, columns) if NARROW else columns)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     in_rows = row < rows
     place = row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -259,12 +267,13 @@ def _linear_kernel(
     else:
         for start in tl.range(begin, end, INNER, num_stages=STAGES):
             inner = start + tl.arange(0, INNER)[None, :]
-            in_weight = None if EVEN else in_columns[:, None] & (inner < end)
+            in_steps = in_columns[:, None] if WHOLE else in_columns[:, None] & (inner < end)
+            in_weight = None if FULL and WHOLE else in_steps
             x = tl.load(x_row_ptr + inner, mask=in_rows[:, None] & (inner < end), other=0.0)
-            gate = tl.load(gate_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
+            gate = tl.load(gate_ptr + inner, mask=in_weight, other=None if FULL and WHOLE else 0.0)
             total = add_product(total, x, gate, ROWS, WEIGHTS_FIRST)
             if GATED:
-                up = tl.load(up_ptr + inner, mask=in_weight, other=None if EVEN else 0.0)
+                up = tl.load(up_ptr + inner, mask=in_weight, other=None if FULL and WHOLE else 0.0)
                 total_up = add_product(total_up, x, up, ROWS, WEIGHTS_FIRST)
     if ROWS == 1:
         total = tl.sum(total, axis=1)[None, :]

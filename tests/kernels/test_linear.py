@@ -28,6 +28,8 @@ CASES = [
     (37, 70, 128, Config(16, 32, 64, 1, 4, 3, 2)),
     (64, 128, 192, Config(64, 32, 64, 2, 4, 3, 0)),
     (5, 72, 128, Config(8, 64, 32, 2, 4, 2, 1, weights_first=1)),
+    (5, 75, 160, Config(8, 64, 32, 3, 4, 2, 1, weights_first=1, width=38)),  # narrow tiles, and shares of two steps, two and one
+    (3, 70, 160, Config(16, 32, 32, 4, 4, 2, 2, width=17)),  # the last share is empty
 ]
 # Of two products: a row by each of the vector ways, tiles with and without shares, columns that do not fill the last tile; biases or not.
 PAIRS = [
@@ -35,6 +37,7 @@ PAIRS = [
     (2, 128, Config(1, 16, 128, 1, 4, 1, 0), Config(1, 16, 64, 2, 4, 1, 0), True),
     (5, 72, Config(16, 16, 32, 3, 4, 2, 1), Config(8, 64, 32, 1, 4, 2, 1, weights_first=1), True),
     (20, 80, Config(8, 64, 32, 1, 4, 2, 1, weights_first=1), Config(32, 16, 32, 2, 4, 2, 1), False),
+    (5, 75, Config(8, 64, 32, 2, 4, 2, 1, weights_first=1, width=39), Config(16, 32, 32, 1, 4, 2, 0, width=20), True),
 ]
 EPS = 1e-6
 
