@@ -6,14 +6,21 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
+import torch
+
 from benchmarks.launches import DTYPE
 from benchmarks.workload import config_file
-from kernels.linear import Config
+from kernels.launch import cdiv
+from kernels.library import is_lt_faster
+from kernels.linear import Config, config
 from services.worker.engine.roofline import Shape
 from shared.errors import ConfigError
 
 MAX_SHARED_BYTES = 220 * 1024
 MULTIPROCESSORS = 132  # about: what a grid should fill, once to some times
+MULTIPROCESSOR_BYTES = 227 * 1024  # of shared memory
+SPLITS = (1, 2, 3, 4, 5, 6, 8)
+MOST_RESIDENT = 4  # programs of a multiprocessor, for which tiles are narrowed
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,13 @@ class Product:
     def weight_bytes(self) -> int:
         return DTYPE.itemsize * self.weight_rows * self.size
 
+    def config(self, rows: int) -> Config | None:
+        """By the tables as they are; None: the library's."""
+        return config(self.operation, torch.device("cuda", 0), DTYPE, rows, self.columns, self.size)
+
+    def is_lt_faster(self, rows: int) -> bool:
+        return is_lt_faster(torch.device("cuda", 0), DTYPE, rows, self.weight_rows, self.size)
+
     @property
     def is_small(self) -> bool:
         """As a router of experts: not enough for every multiprocessor to read much."""
@@ -56,7 +70,7 @@ class Join(NamedTuple):
 def products(model: str, ranks: int = 1) -> list[Product]:
     """Of a decode step of one of a model's ranks, by the name of its shape. The head is left out: it reads so much that the library is
     fast. Raises ConfigError for a number of ranks that does not divide the model."""
-    shape = _shape(model)
+    shape = shape_of(model)
     if shape.heads % ranks or shape.intermediate_size % ranks or max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks):
         raise ConfigError(f"tensor-parallel-size: {ranks} ranks do not divide {model}")
     q, kv = shape.heads // ranks * shape.head_dim, max(shape.kv_heads // ranks, 1) * shape.head_dim
@@ -71,13 +85,14 @@ def products(model: str, ranks: int = 1) -> list[Product]:
 
 def joins(model: str) -> list[Join]:
     """Of a dense model: both halves of a layer. None of a model of experts, whose norm is read by more than one kernel."""
-    if _shape(model).experts > 1:
+    if shape_of(model).experts > 1:
         return []
     qkv, output, gate_up, down = products(model)
     return [Join(output, gate_up), Join(down, qkv)]
 
 
-def _shape(model: str) -> Shape:
+def shape_of(model: str) -> Shape:
+    """By the name of its shape."""
     return Shape.from_config(json.loads(config_file(model).read_text()))
 
 
@@ -108,27 +123,40 @@ def _vector_candidates(each: Product) -> Iterator[Config]:
 def _tile_candidates(each: Product, rows: int) -> Iterator[Config]:
     """Rows on the tall side of the tensor cores' product."""
     inner = 128
-    for columns, splits, stages in product((8, 16) if each.is_small else (16, 32, 64), (1, 2, 3, 4, 6, 8), (3, 5)):
+    for columns, splits, stages in product((8, 16) if each.is_small else (16, 32, 64), SPLITS, (3, 5)):
         weight_bytes = DTYPE.itemsize * columns * inner * (2 if each.gated else 1)
-        if _fills(each, max(16, rows), columns, inner, splits, stages):
-            yield Config(max(16, rows), columns, inner, splits, 8 if weight_bytes * stages > 98304 else 4, stages, 0)
+        yield from _filling(each, Config(max(16, rows), columns, inner, splits, 8 if weight_bytes * stages > 98304 else 4, stages, 0))
 
 
 def _tall_candidates(each: Product, rows: int) -> Iterator[Config]:
     """64 or 128 columns on the tall side, where a warp group multiplies them from shared memory, and 8 rows are no more than 8."""
-    steps = ((64, 6), (128, 3), (128, 5), (256, 3), (512, 3))
-    for row_block, columns, splits, (inner, stages) in product((8, 16, 32, 64), (64, 128), (1, 2, 3, 4, 5, 8), steps):
-        if row_block in (max(8, rows), max(16, rows)) and _fills(each, row_block, columns, inner, splits, stages):
-            yield Config(row_block, columns, inner, splits, 4 if columns == 64 else 8, stages, 0, weights_first=1)
+    steps = ((64, 3), (64, 4), (64, 6), (128, 3), (128, 5), (256, 3), (512, 3))
+    for row_block, columns, splits, (inner, stages) in product((8, 16, 32, 64), (64, 128), SPLITS, steps):
+        if row_block in (max(8, rows), max(16, rows)):
+            yield from _filling(each, Config(row_block, columns, inner, splits, 4 if columns == 64 else 8, stages, 0, weights_first=1))
 
 
-def _fills(each: Product, row_block: int, columns: int, inner: int, splits: int, stages: int) -> bool:
-    """Whether such tiles fit, with whole steps and full columns, and whether there are enough of them and not too many."""
-    programs = each.columns // columns * splits
-    shared_bytes = stages * DTYPE.itemsize * inner * (columns * (2 if each.gated else 1) + row_block)
-    steps, remainder = divmod(each.size, inner * splits)
-    fits = remainder == 0 and each.columns % columns == 0 and steps >= stages - 1 and shared_bytes <= MAX_SHARED_BYTES
-    return fits and 0.6 * _least_programs(each) <= programs <= 5 * MULTIPROCESSORS
+def _filling(each: Product, tuned: Config) -> Iterator[Config]:
+    """The configuration, and it with narrower tiles: as many as the multiprocessors hold programs at a time, once to some times each.
+
+    Of them those that fit, with whole steps and shares of like sizes, where there are enough programs and not too many.
+    """
+    buffers = tuned.stages - (tuned.row_block == 8)  # tensor cores that read from registers let go of one
+    shared_bytes = buffers * DTYPE.itemsize * tuned.inner_block * (tuned.column_block * (2 if each.gated else 1) + tuned.row_block)
+    steps, remainder = divmod(each.size, tuned.inner_block)
+    share = cdiv(steps, tuned.splits)
+    last = steps - share * (tuned.splits - 1)
+    if remainder or last < max(tuned.stages - 1, 0.5 * share) or shared_bytes > MAX_SHARED_BYTES:
+        return
+    programs = each.columns // tuned.column_block * tuned.splits
+    if each.columns % tuned.column_block == 0 and 0.6 * _least_programs(each) <= programs <= 5 * MULTIPROCESSORS:
+        yield tuned
+    if each.is_small:
+        return
+    for resident in range(1, min(MOST_RESIDENT, MULTIPROCESSOR_BYTES // shared_bytes) + 1):
+        width = cdiv(each.columns, resident * MULTIPROCESSORS // tuned.splits)
+        if tuned.column_block // 2 < width < tuned.column_block:
+            yield tuned._replace(width=width)
 
 
 def _least_programs(each: Product) -> int:

@@ -23,7 +23,7 @@ from benchmarks.slot_cases import logprob_cases, penalty_cases, sampling_cases, 
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
 from kernels.linear import Unscaled, begins_norm, gated_linear, linear, linear_add_norm
-from kernels.moe import moe
+from kernels.moe import moe, moe_add_norm
 from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_and_store
@@ -134,7 +134,12 @@ class Layer:
         positions = cache.lengths - 1
         pages = cache.page_table[slots.long(), (positions // PAGE_SIZE).long()].long()
         self.positions, self.locations = positions, pages * PAGE_SIZE + positions % PAGE_SIZE
-        self.normed = self._add(randn(rows, inner), self.down, self.qkv, False)
+        self.activated = randn(rows, inner)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What the layer before leaves, by the tables as they are now."""
+        self.normed = self._add(self.activated, self.down, self.qkv, False)
 
     def __call__(self) -> Tensor | Unscaled:
         """As the worker launches it: what the layer before left to what it leaves."""
@@ -157,6 +162,24 @@ class Layer:
         if begins_norm(x, weight, reader, gated):
             return linear_add_norm(x, weight, None, self.residual, self.norm, 1e-6)
         return add_rms_norm(linear(x, weight), self.residual, self.norm, 1e-6)
+
+
+class ExpertLayer(Layer):
+    """A decode layer whose rows each go through some of its experts."""
+
+    def __init__(
+        self, rows: int, hidden: int, q_heads: int, kv_heads: int, inner: int, cache: KVCache, slots: Tensor, experts: int, choices: int
+    ) -> None:
+        super().__init__(rows, hidden, q_heads, kv_heads, inner, cache, slots)
+        self.router, self.choices = randn(experts, hidden) / 32, choices
+        self.experts = randn(experts, 2 * inner, hidden) / 32, randn(experts, hidden, inner) / 32
+
+    def prepare(self) -> None:
+        self.normed = randn(len(self.x), self.x.shape[1])
+
+    def __call__(self) -> Tensor:
+        x = add_rms_norm(linear(self._attend(linear(self.normed, self.qkv)), self.output), self.residual, self.norm, 1e-6)
+        return moe_add_norm(x, *self.experts, linear(x, self.router), self.choices, True, self.residual, self.norm, 1e-6)
 
 
 def layer_cases() -> Iterator[Case]:

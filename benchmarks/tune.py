@@ -3,12 +3,14 @@
 A pool of processes compiles the candidates; they are timed over replays of a graph whose weights rotate through memory, each behind
 the norm of its rows: as in a layer, the memory is idle for a moment before a product, which asking for weights ahead of the wait
 makes use of. That is tried with the fastest few. A configuration is written to the table of this GPU (`kernels/tuning_*.json`) where it
-beats the library by more than noise. Then the two products around a norm are timed with its kernel between them, and without it.
+beats the library by more than noise. Then the two products around a norm are timed with its kernel between them, and without it. At last
+whole layers choose among the fastest.
 """
 
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from benchmarks.candidates import Product, candidates, joins, products, reading_
 from benchmarks.launches import DTYPE
 from benchmarks.products import Inputs, runs
 from benchmarks.report import Report, Value
+from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tune_norms import Around, around_norm, compile_around, decide_norm
 from benchmarks.tuning import PROCESSES, RenewedTable, compilers
 from kernels.linear import Config
@@ -81,9 +84,11 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
     deadline = time.monotonic() + limit_s
     shapes = list(dict.fromkeys(each for size in ranks for model in models for each in products(model, size)))
     renewed = RenewedTable(out)
+    before = {(model, count): choices_of(model, count) for model in models for count in rows}
     norms = list(dict.fromkeys(join for model in models for join in joins(model))) if 1 in ranks else []
     around: list[tuple[Around, Future[None]]] = []
     lines: list[Sequence[Value]] = []
+    fastest: dict[tuple[Product, int], list[Config]] = {}
     with compilers() as pool:
         ahead_of_timing = Compilers(pool)
 
@@ -107,7 +112,8 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
             for final in finals:
                 if time.monotonic() > deadline:
                     break
-                lines.append(_decide(final, renewed.entries))
+                line, fastest[final.product, count] = _decide(final, renewed.entries)
+                lines.append(line)
             renewed.write()
             decided = {final.product for final in finals}
             new = [each for join in norms if decided.issuperset(join) for each in around_norm(join, count, renewed.entries)]
@@ -116,6 +122,12 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
         lines += [decide_norm(each, renewed.entries) for each, compiling in around if compiling.done()]
         renewed.write()
         pool.shutdown(cancel_futures=True)
+    for count, model in product(rows, models if 1 in ranks else ()):
+        if time.monotonic() > deadline:
+            break
+        finalists = {each: fastest[each, count] for each in products(model) if (each, count) in fastest}
+        lines += LayerTuner(model, count, renewed).decide(before[model, count], finalists)
+        renewed.write()
     return Report(
         name="tune",
         columns=("operation", "shape", "rows", "library us", "ours us", "winner", "TB/s", "configuration"),
@@ -124,19 +136,20 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
     )
 
 
-def _decide(final: Finals, tuned_table: Table) -> Sequence[Value]:
-    """Times the finalists and the library, and writes the winner into the table; a line of the report."""
+def _decide(final: Finals, tuned_table: Table) -> tuple[Sequence[Value], list[Config]]:
+    """Times the finalists and the library, and writes the winner into the table; a line of the report, and the fastest few."""
     each, count, configs = final
     inputs = Inputs(each, count)
     times, library_us, shape = inputs.timed(configs, FINE_REPLAYS), inputs.us(None, FINE_REPLAYS), each.shape
     entries = tuned_table.setdefault(each.operation, {}).setdefault(shape, {})
     entries[str(count)] = []
     if not times:
-        return each.operation, shape, count, library_us, None, "library", each.weight_bytes / library_us / 1e6, None
+        return (each.operation, shape, count, library_us, None, "library", each.weight_bytes / library_us / 1e6, None), []
     ours_us, tuned = times[0]
     won = ours_us < GAIN * library_us
     if won:
         entries[str(count)] = list(tuned)
     rate, found = each.weight_bytes / min(ours_us, library_us) / 1e6, str([*tuned])
     print(f"{each.operation} {shape} M={count}: library {library_us:.2f}, ours {ours_us:.2f} us, {found}", flush=True)
-    return each.operation, shape, count, library_us, ours_us, "ours" if won else "library", rate, found
+    line = each.operation, shape, count, library_us, ours_us, "ours" if won else "library", rate, found
+    return line, [tuned for _, tuned in times[:FINALISTS]]

@@ -10,7 +10,9 @@ import torch
 import triton
 
 from benchmarks.launches import DTYPE
-from kernels.tuning import bits, file_name, tables
+from kernels.library import is_lt_faster
+from kernels.linear import config
+from kernels.tuning import bits, entries, file_name, tables
 
 PROCESSES = 14  # that compile at the same time
 
@@ -31,6 +33,16 @@ class RenewedTable:
         self._tables = copy.deepcopy(tables(torch.device("cuda", 0)))
         self.entries = self._tables.setdefault(triton.__version__, {}).setdefault(bits(DTYPE), {})
         self.path = folder / file_name(torch.cuda.get_device_name())
+
+    def put(self, operation: str, shape: str, rows: int, entry: list[int]) -> None:
+        self.entries.setdefault(operation, {}).setdefault(shape, {})[str(rows)] = entry
+
+    def serve(self) -> None:
+        """Has the operations of this process take what is in `entries` now."""
+        device = torch.device("cuda", 0)
+        tables(device).update(self._tables)
+        for cached in (entries, config, is_lt_faster):
+            cached.cache_clear()
 
     def write(self) -> None:
         self.path.write_text(json.dumps(self._tables, indent=1, sort_keys=True) + "\n")

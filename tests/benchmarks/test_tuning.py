@@ -8,8 +8,11 @@ import pytest
 import torch
 import triton
 
+from benchmarks import tune_layers
+from benchmarks.candidates import products
+from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tuning import RenewedTable
-from kernels import linear, moe, tuning
+from kernels import library, linear, moe, tuning
 from kernels.moe_grouped import GroupedConfig
 
 GPU = torch.device("cuda", 0)
@@ -20,7 +23,7 @@ EXPERTS = GroupedConfig(16, 32, 256, 4, 3, 0, 0, 0), GroupedConfig(16, 64, 128, 
 @pytest.fixture
 def kernels_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where the tables stand that are read; of a GPU that is not here."""
-    remembered = (tuning.tables, tuning.entries, tuning.borrowed, linear.config, moe.config)
+    remembered = (tuning.tables, tuning.entries, tuning.borrowed, linear.config, library.is_lt_faster, moe.config)
     for each in remembered:
         each.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X1")
@@ -51,3 +54,30 @@ def test_a_renewed_table_is_read_back_beside_what_was_not_renewed(kernels_folder
     assert linear.config("linear", GPU, torch.float16, 8, 64, 1024) == TWO
     assert moe.config(GPU, torch.bfloat16, 3, 2, 4, 64, 32) == EXPERTS
     assert tuning.borrowed(GPU) == {"linear 64x1024": "3.1.0"}
+
+
+def test_a_layer_takes_the_products_that_are_fastest_together(
+    kernels_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer whose time is made up: its second product is fastest by a configuration that loses alone, its last by cuBLASLt."""
+    qkv, output, gate_up, down = shapes = products("Qwen3-0.6B")
+    old, alone, together = (linear.Config(8, 64, 128, splits, 4, 3, 0, weights_first=1) for splits in (1, 2, 4))
+    (kernels_folder / "tuning_nvidia_x1.json").write_text(
+        json.dumps({triton.__version__: {"16 bits": {"linear": {qkv.shape: {"8": [*old]}}}}})
+    )
+    renewed, before = RenewedTable(tmp_path / "out"), choices_of("Qwen3-0.6B", 8)
+    for each in shapes:
+        renewed.put(each.operation, each.shape, 8, [*alone])
+
+    def made_up_us(layers: object) -> float:
+        took = 100.0
+        for each, fastest in ((qkv, old), (output, together), (gate_up, together._replace(reads_unscaled=1))):
+            took -= 10 * (each.config(8) == fastest)
+        return took - 10 * (down.config(8) is None and down.is_lt_faster(8))
+
+    monkeypatch.setattr(tune_layers, "_layers", lambda model, rows: [])
+    monkeypatch.setattr(tune_layers, "time_layers", made_up_us)
+    LayerTuner("Qwen3-0.6B", 8, renewed).decide(before, {each: [alone, together] for each in shapes})
+    assert made_up_us([]) == 60.0
+    assert renewed.entries["library"][f"{down.columns}x{down.size}"]["8"] == [1]
+    assert renewed.entries["linear"][qkv.shape]["8"] == [*old]
