@@ -30,6 +30,7 @@ class Product:
     gated: bool
     columns: int
     size: int
+    is_head: bool = False  # whose result is float32
 
     @property
     def operation(self) -> str:
@@ -68,8 +69,8 @@ class Join(NamedTuple):
 
 
 def products(model: str, ranks: int = 1) -> list[Product]:
-    """Of a decode step of one of a model's ranks, by the name of its shape. The head is left out: it reads so much that the library is
-    fast. Raises ConfigError for a number of ranks that does not divide the model."""
+    """Of a layer of one of a model's ranks in a decode step, by the name of its shape. Raises ConfigError for a number of ranks that does
+    not divide the model."""
     shape = shape_of(model)
     if shape.heads % ranks or shape.intermediate_size % ranks or max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks):
         raise ConfigError(f"tensor-parallel-size: {ranks} ranks do not divide {model}")
@@ -81,6 +82,12 @@ def products(model: str, ranks: int = 1) -> list[Product]:
     else:
         found.append(Product(False, shape.experts, shape.hidden_size))
     return found
+
+
+def head(model: str, ranks: int = 1) -> Product:
+    """Of one of a model's ranks: the vocabulary's."""
+    shape = shape_of(model)
+    return Product(False, cdiv(shape.vocab_size, ranks), shape.hidden_size, is_head=True)
 
 
 def joins(model: str) -> list[Join]:
@@ -109,7 +116,8 @@ def _vector_candidates(each: Product) -> Iterator[Config]:
         steps, remainder = divmod(each.size, inner * splits)
         elements = columns * inner * (2 if each.gated else 1) // (32 * warps)  # of a thread and step
         programs = each.columns // columns * splits
-        if remainder or not 0.9 * _least_programs(each) <= programs <= 16 * MULTIPROCESSORS:
+        most = programs if each.is_head and splits == 1 else 16 * MULTIPROCESSORS
+        if remainder or not 0.9 * _least_programs(each) <= programs <= most:
             continue
         # Where a step has 8 elements of x for each thread; with fewer, the weights would pass through shared memory to meet them.
         if inner >= 8 * 32 * warps and 32 <= elements * steps <= (64 if each.is_small else 128):
@@ -149,7 +157,8 @@ def _filling(each: Product, tuned: Config) -> Iterator[Config]:
     if remainder or last < max(tuned.stages - 1, 0.5 * share) or shared_bytes > MAX_SHARED_BYTES:
         return
     programs = each.columns // tuned.column_block * tuned.splits
-    if each.columns % tuned.column_block == 0 and 0.6 * _least_programs(each) <= programs <= 5 * MULTIPROCESSORS:
+    fills = 0.6 * _least_programs(each) <= programs and (programs <= 5 * MULTIPROCESSORS or (each.is_head and tuned.splits == 1))
+    if each.columns % tuned.column_block == 0 and fills:
         yield tuned
     if each.is_small:
         return

@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.candidates import Product
 from benchmarks.launches import DTYPE, L2_BYTES, time_launches
-from kernels.linear import Config, Unscaled, gated_linear_triton, linear_triton
+from kernels.linear import Config, Unscaled, gated_linear_triton, linear_triton, widened_linear_triton
 from kernels.rms_norm import rms_norm
 from kernels.silu_and_mul import silu_and_mul
 
@@ -23,17 +23,22 @@ EPS = 1e-6
 def launches_of(each: Product, x: Tensor, weights: Sequence[Tensor], tuned: Config | None) -> Sequence[Callable[[], Tensor]]:
     """One for each copy of the weights; None: the library's, with the activation after it."""
     if tuned is None:
-        return [partial(_library, x, weight, each.gated) for weight in weights]
+        return [partial(_library, each, x, weight) for weight in weights]
     return [partial(ours, each, x, weight, tuned) for weight in weights]
 
 
 def ours(each: Product, x: Tensor | Unscaled, weight: Tensor, tuned: Config) -> Tensor:
+    if each.is_head:
+        assert isinstance(x, Tensor)
+        return widened_linear_triton(x, weight, tuned)
     return gated_linear_triton(x, weight, None, tuned) if each.gated else linear_triton(x, weight, None, tuned)
 
 
-def _library(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+def _library(each: Product, x: Tensor, weight: Tensor) -> Tensor:
+    if each.is_head:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
     y = F.linear(x, weight)
-    return silu_and_mul(y) if gated else y
+    return silu_and_mul(y) if each.gated else y
 
 
 def _behind_norm(launch: Callable[[], Tensor], norm: Callable[[], Tensor]) -> None:
@@ -74,7 +79,7 @@ class Inputs:
     def timed(self, configs: Iterable[Config], replays: int) -> list[Timed]:
         """Fastest first. One that does not fit, or computes something else than the library, is told of and left out."""
         each, times = self.product, []
-        expected = _library(self.x, self.weights[0], each.gated)
+        expected = _library(each, self.x, self.weights[0])
         for tuned in configs:
             if not runs(each, self.x, self.weights[0], tuned):
                 continue

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.candidates import Product, candidates, joins, products, reading_ahead
+from benchmarks.candidates import Product, candidates, head, joins, products, reading_ahead
 from benchmarks.launches import DTYPE
 from benchmarks.products import Inputs, runs
 from benchmarks.report import Report, Value
@@ -65,7 +65,7 @@ class Compilers:
         """Of kernels that no job before had: a kernel depends on its configuration, hardly on the shape, so one of a kind is compiled."""
         new: list[Job] = []
         for job in jobs:
-            kind = (job.product.gated, job.tuned, job.tuned.inner_block * job.tuned.splits == job.product.size)
+            kind = (job.product.gated, job.product.is_head, job.tuned, job.tuned.inner_block * job.tuned.splits == job.product.size)
             if kind not in self._kinds:
                 self._kinds.add(kind)
                 new.append(job)
@@ -82,7 +82,7 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
     if not torch.cuda.is_available():
         raise ConfigError("products are tuned on a GPU, and none is here")
     deadline = time.monotonic() + limit_s
-    shapes = list(dict.fromkeys(each for size in ranks for model in models for each in products(model, size)))
+    shapes = list(dict.fromkeys(each for size in ranks for model in models for each in (*products(model, size), head(model, size))))
     renewed = RenewedTable(out)
     before = {(model, count): choices_of(model, count) for model in models for count in rows}
     norms = list(dict.fromkeys(join for model in models for join in joins(model))) if 1 in ranks else []

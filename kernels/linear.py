@@ -45,6 +45,16 @@ def linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> 
     return library_linear(x, weight, bias) if tuned is None else linear_triton(x, weight, bias, tuned)
 
 
+def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[M, K]`, weight `[N, K]` -> `x @ weight.T`, `[M, N]` float32, as it was summed; on a CPU rounded to x's type in between."""
+    tuned = config("linear", x.device, x.dtype, x.shape[0], *weight.shape)
+    if tuned is not None:
+        return widened_linear_triton(x, weight, tuned)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x, weight).float()
+
+
 def gated_linear(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[M, K]`, weight `[2 * N, K]` and bias `[2 * N]`, the gate's before the up projection's -> `[M, N]` like x.
 
@@ -151,6 +161,10 @@ def gated_linear_triton(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | Non
     return _launch(x, weight, bias, True, tuned)
 
 
+def widened_linear_triton(x: Tensor, weight: Tensor, tuned: Config) -> Tensor:
+    return _launch(x, weight, None, False, tuned, dtype=torch.float32)
+
+
 def linear_add_norm_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float, tuned: Config
 ) -> Unscaled:
@@ -167,8 +181,9 @@ def _launch(
     gated: bool,
     tuned: Config,
     added: tuple[Tensor, Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """added: residual, norm and squares of `linear_add_norm`."""
+    """added: residual, norm and squares of `linear_add_norm`. dtype: of the result, if not x's."""
     read_squares, parts, eps = None, 0, 0.0
     if isinstance(x, Unscaled):
         x, read_squares, eps = x
@@ -176,7 +191,7 @@ def _launch(
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"x must have contiguous rows and weight be contiguous, got strides {x.stride()} and {weight.stride()}")
     (rows, size), columns = x.shape, weight.shape[0] // (2 if gated else 1)
-    y = x.new_empty(rows, columns)
+    y = x.new_empty(rows, columns, dtype=dtype)
     row_tiles, column_tiles = cdiv(rows, tuned.row_block), cdiv(columns, tuned.tile_columns)
     if tuned.splits > 1 and row_tiles * column_tiles > MAX_COUNTERS:
         raise ValueError(f"splits must be 1 for {row_tiles} x {column_tiles} tiles, got {tuned.splits}")

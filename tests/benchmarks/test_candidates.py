@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 
-from benchmarks.candidates import products
+from benchmarks.candidates import head, products
 from benchmarks.workload import config_file
 from services.worker.distributed.communicator import SingleCommunicator
 from services.worker.layers.backends import backends
 from services.worker.layers.mlp import MLP
+from services.worker.layers.vocabulary import VocabularyTable
 from services.worker.models.decoder import DecoderLayer
 from services.worker.models.registry import describe
 from shared.errors import ConfigError
@@ -28,11 +29,13 @@ class Alone(SingleCommunicator):
 @pytest.mark.parametrize("model", ["Qwen3-32B", "Llama-3.1-8B"])
 def test_the_products_are_those_of_a_rank(model: str, ranks: int) -> None:
     _, config, _ = describe(json.loads(config_file(model).read_text()), set())
+    computing = backends(Alone(ranks), CPU, deterministic=False)
     with torch.device("meta"):
-        layer = DecoderLayer(config, 0, backends(Alone(ranks), CPU, deterministic=False))
+        layer, table = DecoderLayer(config, 0, computing), VocabularyTable(config.vocab_size, config.hidden_size, computing)
     assert isinstance(layer.mlp, MLP)
     held = [tuple(each.weight.shape) for each in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)]
     assert [((2 if each.gated else 1) * each.columns, each.size) for each in products(model, ranks)] == held
+    assert (head(model, ranks).columns, head(model, ranks).size) == tuple(table.weight.shape)
 
 
 def test_ranks_that_do_not_divide_a_model_are_refused() -> None:

@@ -224,6 +224,8 @@ def tuned_products(path: Path) -> None:
             read = linear.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
             if operation == "gated_linear":
                 linear.gated_linear_triton(read, zeros(2 * columns, size), None, tuned)
+            elif columns > 65_536:  # a head
+                linear.widened_linear_triton(x, zeros(columns, size), tuned)
             elif tuned.reads_unscaled:
                 linear.linear_triton(read, zeros(columns, size), None, tuned)
             else:

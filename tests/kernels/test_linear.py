@@ -13,6 +13,8 @@ from kernels.linear import (
     linear_add_norm_triton,
     linear_torch,
     linear_triton,
+    widened_linear,
+    widened_linear_triton,
 )
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, randn
 
@@ -65,6 +67,23 @@ def test_gated_linear_matches_float64(rows, columns, size, tuned, dtype, biased)
     expected = gate / (1 + (-gate).exp()) * up
     assert_near(gated_linear_triton(x, weight, bias, tuned), expected, ulps=2, floor=1e-5)
     assert_near(gated_linear_torch(x, weight, bias), expected, ulps=2, floor=1e-5)
+
+
+@KERNELS
+@pytest.mark.parametrize("rows, columns, size, tuned", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_widened_linear_is_not_rounded(rows, columns, size, tuned, dtype):
+    x, weight = randn(rows, size, seed=1, dtype=dtype), randn(columns, size, seed=2, dtype=dtype) / size**0.5
+    y = widened_linear_triton(x, weight, tuned)
+    assert y.dtype == torch.float32
+    assert_near(y, x.double() @ weight.double().T, ulps=8, floor=2e-6)
+
+
+def test_widened_linear_without_an_entry_is_float32():
+    x, weight = randn(3, 32, seed=1), randn(40, 32, seed=2)
+    y = widened_linear(x, weight)
+    assert y.dtype == torch.float32
+    assert_near(y, x.double() @ weight.double().T, ulps=8, floor=2e-6)
 
 
 @KERNELS

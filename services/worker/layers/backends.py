@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.fixed_linear import fixed_gated_linear, fixed_linear
-from kernels.linear import gated_linear, linear
+from kernels.linear import gated_linear, linear, widened_linear
 from kernels.moe import fixed_moe, moe, moe_add_norm
 from kernels.rope import rope_and_store
 from services.worker.attention.paged import chunked_attention, paged_attention
@@ -19,7 +19,7 @@ from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.ordered import OrderedCommunicator
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
-from services.worker.layers.gemm import logits, tiled_gated_linear, tiled_linear
+from services.worker.layers.gemm import tiled_gated_linear, tiled_linear, tiled_logits
 from services.worker.moe.grouped import grouped
 
 # x [T, D], or Unscaled where norms may be begun, weight [N, D], bias [N] or None -> [T, N]; gated: weight [2 * N, D], bias [2 * N];
@@ -59,7 +59,7 @@ def backends(group: Communicator, device: torch.device, deterministic: bool) -> 
             group,
             linear,
             gated_linear,
-            partial(logits, linear=linear),
+            widened_linear,
             paged_attention,
             experts=moe if on_gpu else partial(grouped, linear=F.linear),
             begins_norms=alone,
@@ -76,5 +76,4 @@ def backends(group: Communicator, device: torch.device, deterministic: bool) -> 
             rotate=partial(rope_and_store, heads=1),
         )
     tiled_experts: ExpertsBackend = partial(grouped, linear=tiled_linear)
-    tiled_logits = partial(logits, linear=tiled_linear)
     return Backends(OrderedCommunicator(group), tiled_linear, tiled_gated_linear, tiled_logits, tiled_attention, tiled_experts)

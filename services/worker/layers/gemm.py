@@ -5,9 +5,6 @@ it is computed in. Here every product has the same shape: blocks of ROWS rows, t
 rounds a row alike at every place of its block, but for products that no model has (N below 10 and 4 no divisor of D).
 """
 
-from collections.abc import Callable
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,11 +27,9 @@ def tiled_gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return silu_and_mul(tiled_linear(x, weight, bias))
 
 
-def logits(x: Tensor, weight: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
-    """x `[B, D]`, weight `[V, D]` -> `[B, V]` float32; of half-precision inputs on a GPU not rounded in between."""
-    if x.is_cuda and x.dtype != torch.float32:
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return linear(x, weight, None).float()
+def tiled_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[B, D]`, weight `[V, D]` -> `[B, V]` float32."""
+    return tiled_linear(x, weight, None).float()
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:
