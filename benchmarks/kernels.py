@@ -165,13 +165,13 @@ class Layer:
 
 
 class ExpertLayer(Layer):
-    """A decode layer whose rows each go through some of its experts."""
+    """A decode layer whose rows each go through some of its experts, the same ones each time."""
 
     def __init__(
         self, rows: int, hidden: int, q_heads: int, kv_heads: int, inner: int, cache: KVCache, slots: Tensor, experts: int, choices: int
     ) -> None:
         super().__init__(rows, hidden, q_heads, kv_heads, inner, cache, slots)
-        self.router, self.choices = randn(experts, hidden) / 32, choices
+        self.router, self.logits, self.choices = randn(experts, hidden) / 32, randn(rows, experts), choices
         self.experts = randn(experts, 2 * inner, hidden) / 32, randn(experts, hidden, inner) / 32
 
     def prepare(self) -> None:
@@ -179,7 +179,8 @@ class ExpertLayer(Layer):
 
     def __call__(self) -> Tensor:
         x = add_rms_norm(linear(self._attend(linear(self.normed, self.qkv)), self.output), self.residual, self.norm, 1e-6)
-        return moe_add_norm(x, *self.experts, linear(x, self.router), self.choices, True, self.residual, self.norm, 1e-6)
+        linear(x, self.router)
+        return moe_add_norm(x, *self.experts, self.logits, self.choices, True, self.residual, self.norm, 1e-6)
 
 
 def layer_cases() -> Iterator[Case]:
