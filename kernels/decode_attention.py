@@ -109,6 +109,26 @@ def choose_splits(rows: int, kv_heads: int, positions: int, device: torch.device
     return max(min(max(shares, least), positions // 128, MAX_SPLITS), 1)
 
 
+class Cut(NamedTuple):
+    splits: int
+    partial: Tensor  # float32: room for what the shares leave
+    chunk: int  # shares that are put together at a time
+    heads_block: int
+    head_block: int
+
+
+def cut(q: Tensor, kv_heads: int, positions: int, splits: int | None, warps: int) -> Cut:
+    """How rows q `[B, Q, H]`, B > 0, are cut; positions: the most that the page table can hold. Raises ValueError for too many splits."""
+    rows, q_heads, head_size = q.shape
+    splits = splits or choose_splits(rows, kv_heads, positions, q.device)
+    if splits > 1 and rows * kv_heads > MAX_COUNTERS:
+        raise ValueError(f"splits must be 1 for {rows} rows of {kv_heads} KV heads, got {splits}")
+    partial = q.new_empty(rows * splits * q_heads * (head_size + 2) if splits > 1 else 0, dtype=torch.float32)
+    heads_block, head_block = next_power_of_2(q_heads // kv_heads), next_power_of_2(head_size)
+    chunk = max(min(next_power_of_2(splits), warps * CHUNK_OF_WARP // (heads_block * head_block)), 1)
+    return Cut(splits, partial, chunk, heads_block, head_block)
+
+
 def decode_attention_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -128,12 +148,7 @@ def decode_attention_triton(
     if rows == 0:
         return out
     block, warps, stages = tuned or config(head_size, q.element_size())
-    splits = splits or choose_splits(rows, kv_heads, max_pages * page_size, q.device)
-    if splits > 1 and rows * kv_heads > MAX_COUNTERS:
-        raise ValueError(f"splits must be 1 for {rows} rows of {kv_heads} KV heads, got {splits}")
-    partial = q.new_empty(rows * kv_heads * splits * group * (head_size + 2) if splits > 1 else 0, dtype=torch.float32)
-    heads_block, head_block = next_power_of_2(group), next_power_of_2(head_size)
-    chunk = max(min(next_power_of_2(splits), warps * CHUNK_OF_WARP // (heads_block * head_block)), 1)
+    splits, partial, chunk, heads_block, head_block = cut(q, kv_heads, max_pages * page_size, splits, warps)
     _decode_attention_kernel[(kv_heads, rows, splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, partial, counters(q.device),
         scale * math.log2(math.e), *q.stride()[:2], max_pages, window or NO_WINDOW, splits,
@@ -154,15 +169,11 @@ def _decode_attention_kernel(
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
-    first = tl.maximum(length - window, 0)
-    share = tl.maximum(tl.cdiv(tl.cdiv(length - first, BLOCK), splits), LEAST_TILES) * BLOCK
-    shares = tl.maximum(tl.cdiv(length - first, share), 1)  # at most splits; a length of 0 has one empty share
-    begin = first + split * share
-    end = tl.minimum(begin + share, length)
-    page = _pages(pages_ptr, begin, end, N, BLOCK)
+    begin, end, shares = share_of(tl.maximum(length - window, 0), length, split, splits, BLOCK, LEAST_TILES)
+    page = page_ids(pages_ptr, begin, end, N, BLOCK)
     if PDL:
         if IN_TWO:  # with one share there is no time left in the memory, with more each is short: slower both
-            _ask_ahead(k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, K, H, N, BLOCK)
+            ask_ahead(k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, K, H, N, BLOCK)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if split < shares:
@@ -172,48 +183,88 @@ def _decode_attention_kernel(
         q = tl.load(q_ptr + q_place, mask=inside_head, other=0.0)
 
         best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-        totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)  # added up at the end: in the loop warps would wait for each other
+        totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
         weighted = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32)
-        # Page ids come a tile before the loads that need them: if a load waited for another, each would get half of the stages.
-        for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-            position = start + tl.arange(0, BLOCK)
-            inside = position < end
-            place = ((page.to(tl.int64) * N + position % N) * K + kv_head)[:, None] * H + dimension[None, :]
-            inside_tile = inside[:, None] & (dimension < H)[None, :]
-            k = tl.load(k_cache_ptr + place, mask=inside_tile, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            scores = tl.where(inside[None, :], scores, float("-inf"))
-            new_best = tl.maximum(best, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - new_best[:, None])
-            shrink = tl.exp2(best - new_best)
-            totals = totals * shrink[:, None] + weights
-            v = tl.load(v_cache_ptr + place, mask=inside_tile, other=0.0)
-            weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
-            best = new_best
-            page = _pages(pages_ptr, start + BLOCK, end, N, BLOCK)
-
-        total = tl.sum(totals, axis=1)
-        if shares == 1:
-            out_place = (row * K * G + kv_head * G + head)[:, None] * H + dimension[None, :]
-            result = weighted / tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(out_ptr + out_place, result, mask=inside_head)
-        elif SPLIT:
-            # Per (row, KV head): weighted [splits, G, H], best [splits, G], total [splits, G].
-            group_ptr = partial_ptr + (row * K + kv_head) * (splits * G * (H + 2))
-            best_ptr, total_ptr = group_ptr + splits * G * H, group_ptr + splits * G * (H + 1)
-            tl.store(group_ptr + (split * G + head)[:, None] * H + dimension[None, :], weighted, mask=inside_head)
-            tl.store(best_ptr + split * G + head, best, mask=head < G)
-            tl.store(total_ptr + split * G + head, total, mask=head < G)
-            tl.debug_barrier()  # all threads' stores before the one thread's release
-            counter_ptr = counters_ptr + row * K + kv_head
-            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == shares - 1:
-                tl.store(counter_ptr, 0)
-                out_ptr += (row * K + kv_head) * (G * H)
-                _combine(out_ptr, group_ptr, best_ptr, total_ptr, shares, G, H, CHUNK, HEADS_BLOCK, HEAD_BLOCK)
+        best, total, weighted = attend_tiles(
+            q, best, totals, weighted, page, k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, scale_log2,
+            K, H, N, HEAD_BLOCK, BLOCK, STAGES,
+        )  # fmt: skip
+        leave_share(
+            out_ptr, partial_ptr, counters_ptr, best, total, weighted, row, kv_head, split, shares, splits,
+            K, G, H, SPLIT, CHUNK, HEADS_BLOCK, GROUP_BLOCK, HEAD_BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
-def _pages(pages_ptr, start, end, N: tl.constexpr, BLOCK: tl.constexpr):
+def share_of(first, last, split, splits, BLOCK: tl.constexpr, LEAST_TILES: tl.constexpr):
+    """Where the share `split` of the positions `[first, last)` begins and ends, and how many shares there are: at most `splits`."""
+    share = tl.maximum(tl.cdiv(tl.cdiv(last - first, BLOCK), splits), LEAST_TILES) * BLOCK
+    shares = tl.maximum(tl.cdiv(last - first, share), 1)  # no position is one empty share
+    begin = first + split * share
+    return begin, tl.minimum(begin + share, last), shares
+
+
+@triton.jit
+def attend_tiles(
+    q, best, totals, weighted, page, k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, scale_log2,
+    K: tl.constexpr, H: tl.constexpr, N: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The online softmax goes on over the positions `[begin, end)`: best score, sum of the weights, weighted values.
+
+    totals `[heads, BLOCK]` are added up at the end: in the loop warps would wait for each other. page: of the first tile.
+    """
+    dimension = tl.arange(0, HEAD_BLOCK)
+    # Page ids come a tile before the loads that need them: if a load waited for another, each would get half of the stages.
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < end
+        place = ((page.to(tl.int64) * N + position % N) * K + kv_head)[:, None] * H + dimension[None, :]
+        inside_tile = inside[:, None] & (dimension < H)[None, :]
+        k = tl.load(k_cache_ptr + place, mask=inside_tile, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        totals = totals * shrink[:, None] + weights
+        v = tl.load(v_cache_ptr + place, mask=inside_tile, other=0.0)
+        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
+        best = new_best
+        page = page_ids(pages_ptr, start + BLOCK, end, N, BLOCK)
+    return best, tl.sum(totals, axis=1), weighted
+
+
+@triton.jit
+def leave_share(
+    out_ptr, partial_ptr, counters_ptr, best, total, weighted, row, kv_head, split, shares, splits,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes what comes of a share: the result if it is the only one, else what the program that finishes last puts together."""
+    head, dimension = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
+    inside_head = (head < G)[:, None] & (dimension < H)[None, :]
+    if shares == 1:
+        out_place = (row * K * G + kv_head * G + head)[:, None] * H + dimension[None, :]
+        result = weighted / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_ptr + out_place, result, mask=inside_head)
+    elif SPLIT:
+        # Per (row, KV head): weighted [splits, G, H], best [splits, G], total [splits, G].
+        group_ptr = partial_ptr + (row * K + kv_head) * (splits * G * (H + 2))
+        best_ptr, total_ptr = group_ptr + splits * G * H, group_ptr + splits * G * (H + 1)
+        tl.store(group_ptr + (split * G + head)[:, None] * H + dimension[None, :], weighted, mask=inside_head)
+        tl.store(best_ptr + split * G + head, best, mask=head < G)
+        tl.store(total_ptr + split * G + head, total, mask=head < G)
+        tl.debug_barrier()  # all threads' stores before the one thread's release
+        counter_ptr = counters_ptr + row * K + kv_head
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == shares - 1:
+            tl.store(counter_ptr, 0)
+            out_ptr += (row * K + kv_head) * (G * H)
+            _combine(out_ptr, group_ptr, best_ptr, total_ptr, shares, G, H, CHUNK, HEADS_BLOCK, HEAD_BLOCK)
+
+
+@triton.jit
+def page_ids(pages_ptr, start, end, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a tile's positions, `[BLOCK]`."""
     position = start + tl.arange(0, BLOCK)
     return tl.load(pages_ptr + position // N, mask=position < end, other=0)
 
@@ -251,7 +302,7 @@ def _combine(
 
 
 @triton.jit
-def _ask_ahead(
+def ask_ahead(
     k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head,
     K: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

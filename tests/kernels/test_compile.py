@@ -41,6 +41,7 @@ from kernels import (
     prefill_attention_hopper,
     rms_norm,
     rope,
+    rotated_attention,
     sampling,
     silu_and_mul,
     tuning,
@@ -148,6 +149,16 @@ def attention(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = 
         prefill_attention.prefill_attention_triton(*prefill)
         if prefill_attention_hopper.is_served(q, cache):
             prefill_attention_hopper.prefill_attention_hopper(*prefill)
+
+
+def rotated_rows(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = BFLOAT16) -> None:
+    cache, norm = zeros(4, 16, kv_heads, head_size, dtype=dtype), zeros(head_size, dtype=dtype)
+    table = zeros(9, head_size, dtype=torch.float32)
+    for rows, window, norms, scale in ((1, None, (norm, norm), None), (16, 100, (None, None), zeros(9, dtype=torch.float32))):
+        q, k, v = zeros(rows, q_heads + 2 * kv_heads, head_size, dtype=dtype).split([q_heads, kv_heads, kv_heads], dim=1)
+        places = int32(rows), table, zeros(rows, dtype=torch.int64), cache, cache
+        read = int32(4, 512), int32(rows), int32(rows), 0.1, window
+        rotated_attention.rotated_attention_triton(q, k, v, *places, *read, *norms, 1e-6, scale)
 
 
 def mixture(tokens: int, fixed: bool = False, dtype: torch.dtype = BFLOAT16) -> None:
@@ -269,6 +280,12 @@ OPERATIONS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (attention, (128, 40, 8)),
     (attention, (256, 16, 8)),
     (attention, (64, 4, 4, torch.float32)),
+    (rotated_rows, (64, 14, 2)),
+    (rotated_rows, (96, 7, 1)),
+    (rotated_rows, (128, 16, 8)),
+    (rotated_rows, (128, 40, 8)),
+    (rotated_rows, (256, 16, 8)),
+    (rotated_rows, (64, 4, 4, torch.float32)),
     (mixture, (8,)),  # mean assignments of an expert up to 8, 32, 128 and above
     (mixture, (64,)),
     (mixture, (256,)),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from kernels.linear import Unscaled
+from kernels.rotated_attention import rotates_within
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
 from services.worker.layers.backends import Backends
@@ -20,7 +21,7 @@ class Attention(nn.Module):
         """window: how many positions a token attends to, its own included; None: all up to it."""
         super().__init__()
         self.head_dim, self.scale, self.window = config.head_dim, config.scale, window
-        self.attend, self.rotate = backends.attend, backends.rotate
+        self.attend, self.rotate, self.attend_rotated = backends.attend, backends.rotate, backends.attend_rotated
         self.qkv = qkv_linear(config.hidden_size, config.head_dim, config.q_heads, config.kv_heads, config.qkv_bias, backends)
         own = rows(share(config.q_heads, backends.group, "query heads"), config.head_dim)
         self.output = RowLinear("o_proj", config.q_heads * config.head_dim, own, config.hidden_size, config.output_bias, backends)
@@ -36,7 +37,11 @@ class Attention(nn.Module):
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(self.counts, dim=1)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         places = rotation.positions, rotation.table, batch.locations, cache.k, cache.v
-        q = self.rotate(q, k, v, *places, q_norm, k_norm, self.eps, rotation.query_scale)
+        norms = q_norm, k_norm, self.eps, rotation.query_scale
+        if self.attend_rotated and batch.rows == batch.decode_rows and rotates_within(q, k, rotation.table):
+            read = batch.page_table, batch.slots, batch.lengths, self.scale, self.window
+            return self.attend_rotated(q, k, v, *places, *read, *norms).flatten(1)
+        q = self.rotate(q, k, v, *places, *norms)
         return self.attend(q, cache, batch, self.scale, self.window).flatten(1)
 
     def shards(self, prefix: str) -> Iterator[Shard]:

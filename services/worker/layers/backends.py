@@ -13,6 +13,7 @@ from kernels.fixed_linear import fixed_gated_linear, fixed_linear
 from kernels.linear import gated_linear, linear, widened_linear
 from kernels.moe import fixed_moe, moe, moe_add_norm
 from kernels.rope import rope_and_store
+from kernels.rotated_attention import rotated_attention
 from services.worker.attention.paged import chunked_attention, paged_attention
 from services.worker.attention.tiled import tiled_attention
 from services.worker.distributed.communicator import Communicator
@@ -35,6 +36,7 @@ ExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
 # those, the residual [T, D], which takes their result in place, a norm's weight [D] and eps -> the norm of that, [T, D]
 AddExpertsBackend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool, Tensor, Tensor, float], Tensor]
 RotationBackend = Callable[..., Tensor]  # see `kernels.rope.rope_and_store`
+RotatedAttentionBackend = Callable[..., Tensor]  # see `kernels.rotated_attention`
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Backends:
     attend: AttentionBackend
     experts: ExpertsBackend
     rotate: RotationBackend = rope_and_store
+    attend_rotated: RotatedAttentionBackend | None = None  # of decode rows that `rotates_within` names; None: rotate, then attend
     begins_norms: bool = False  # whether the products around a norm may make it: see `kernels.linear.begins_norm`
     add_experts: AddExpertsBackend | None = None  # None: experts, then the norm of the group
 
@@ -62,6 +65,7 @@ def backends(group: Communicator, device: torch.device, deterministic: bool) -> 
             widened_linear,
             paged_attention,
             experts=moe if on_gpu else partial(grouped, linear=F.linear),
+            attend_rotated=rotated_attention if on_gpu else None,
             begins_norms=alone,
             add_experts=moe_add_norm if on_gpu and alone else None,
         )
