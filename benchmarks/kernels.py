@@ -27,6 +27,7 @@ from kernels.moe import moe, moe_add_norm
 from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_and_store
+from kernels.rotated_attention import rotated_attention, rotates_within
 from kernels.routing import route
 from kernels.silu_and_mul import silu_and_mul
 from shared.errors import ConfigError
@@ -147,7 +148,7 @@ class Layer:
         return self._add(gated_linear(x, self.gate_up), self.down, self.qkv, False)
 
     def library(self) -> Tensor:
-        """With the library's products: 9 kernels, and what cuBLAS adds."""
+        """With the library's products: 9 kernels or, where attention rotates, 8, and what cuBLAS adds."""
         x = self._attend(F.linear(add_rms_norm(self.x, self.residual, self.norm, 1e-6), self.qkv))
         x = add_rms_norm(F.linear(x, self.output), self.residual, self.norm, 1e-6)
         return F.linear(silu_and_mul(F.linear(x, self.gate_up)), self.down)
@@ -155,8 +156,12 @@ class Layer:
     def _attend(self, qkv: Tensor) -> Tensor:
         cache, counts = self.cache, [self.q_heads, self.kv_heads, self.kv_heads]
         q, k, v = qkv.view(len(qkv), -1, 128).split(counts, dim=1)
-        q = rope_and_store(q, k, v, self.positions, self.table, self.locations, cache.k, cache.v, self.head_norm, self.head_norm)
-        return decode_attention(q, cache.k, cache.v, cache.page_table, self.slots, cache.lengths, 128**-0.5).flatten(1)
+        places = self.positions, self.table, self.locations, cache.k, cache.v
+        read, norms = (cache.page_table, self.slots, cache.lengths, 128**-0.5), (self.head_norm, self.head_norm)
+        if rotates_within(q, k, self.table):
+            return rotated_attention(q, k, v, *places, *read, None, *norms).flatten(1)
+        q = rope_and_store(q, k, v, *places, *norms)
+        return decode_attention(q, cache.k, cache.v, *read).flatten(1)
 
     def _add(self, x: Tensor, weight: Tensor, reader: Tensor, gated: bool) -> Tensor | Unscaled:
         if begins_norm(x, weight, reader, gated):
