@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels.prefill_attention import prefill_attention_triton
 from kernels.rope import rope_and_store_triton
+from kernels.rotated_attention import rotated_attention_triton
 from tests.kernels.paged import attention
 from tests.kernels.support import DEVICE, ON_GPU, assert_near, randn
 
@@ -31,6 +32,21 @@ def test_prefill_attention_reads_them() -> None:
     out = prefill_attention_triton(q, k_cache, v_cache, table, int32(0), int32(0, tokens), int32(tokens), tokens, 0.1)
     k, v = (cache[-LAST:].flatten(0, 1)[:tokens].double() for cache in (k_cache, v_cache))
     assert_near(out, attention(q, k, v, 0.1, None), ulps=2)
+
+
+def test_one_operation_stores_and_reads_in_them() -> None:
+    (k_cache, v_cache), length = caches(), 100
+    k_cache[-LAST:], v_cache[-LAST:] = randn(2, LAST, PAGE_SIZE, KV_HEADS, HEAD_SIZE, seed=1, dtype=torch.bfloat16)
+    pages = torch.arange(PAGES - LAST, PAGES, dtype=torch.int32, device=DEVICE)[None]
+    q, k, v = randn(1, 32, HEAD_SIZE, seed=2, dtype=torch.bfloat16).split([16, KV_HEADS, KV_HEADS], dim=1)
+    table = torch.cat((torch.ones(1, HEAD_SIZE // 2), torch.zeros(1, HEAD_SIZE // 2)), dim=1).to(DEVICE)  # turns nothing
+    location = torch.tensor([(PAGES - LAST) * PAGE_SIZE + length - 1], device=DEVICE)
+    places = int32(0), table, location, k_cache, v_cache
+    out = rotated_attention_triton(q, k, v, *places, pages, int32(0), int32(length), 0.1)
+    keys, values = (cache[-LAST:].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+    assert keys[-1].equal(k[0])
+    assert values[-1].equal(v[0])
+    assert_near(out, attention(q, keys.double(), values.double(), 0.1, None), ulps=2)
 
 
 def test_keys_and_values_are_stored_in_them() -> None:
