@@ -154,11 +154,11 @@ def attention(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = 
 def rotated_rows(head_size: int, q_heads: int, kv_heads: int, dtype: torch.dtype = BFLOAT16) -> None:
     cache, norm = zeros(4, 16, kv_heads, head_size, dtype=dtype), zeros(head_size, dtype=dtype)
     table = zeros(9, head_size, dtype=torch.float32)
-    for rows, window, norms, scale in ((1, None, (norm, norm), None), (16, 100, (None, None), zeros(9, dtype=torch.float32))):
+    for rows, window, weight, scale in ((1, None, norm, None), (16, 100, None, zeros(9, dtype=torch.float32))):
         q, k, v = zeros(rows, q_heads + 2 * kv_heads, head_size, dtype=dtype).split([q_heads, kv_heads, kv_heads], dim=1)
         places = int32(rows), table, zeros(rows, dtype=torch.int64), cache, cache
         read = int32(4, 512), int32(rows), int32(rows), 0.1, window
-        rotated_attention.rotated_attention_triton(q, k, v, *places, *read, *norms, 1e-6, scale)
+        rotated_attention.rotated_attention_triton(q, k, v, *places, *read, weight, weight, 1e-6, scale)
 
 
 def mixture(tokens: int, fixed: bool = False, dtype: torch.dtype = BFLOAT16) -> None:
@@ -181,6 +181,20 @@ def measured(path: Path, *operations: str) -> Iterator[tuple[str, str, dict[str,
         for operation in operations:
             for shape, entries in table["16 bits"].get(operation, {}).items():
                 yield operation, shape, entries
+
+
+def tuned_attention(path: Path) -> None:
+    """Every configuration of a table, as one launch or with the rotation before it."""
+    for _, shape, entries in measured(path, "decode_attention"):
+        q_heads, kv_heads, head_size = map(int, shape.split("x"))
+        cache, norm, angles = zeros(4, 16, kv_heads, head_size), zeros(head_size), zeros(9, head_size, dtype=torch.float32)
+        for rows, entry in entries.items():
+            tuned, (q, k, v) = decode_attention.Config(*entry), zeros(3, int(rows), q_heads, head_size)
+            read = int32(4, 512), int32(int(rows)), int32(int(rows)), 0.1
+            if tuned.rotates:
+                places = int32(int(rows)), angles, zeros(int(rows), dtype=torch.int64), cache, cache
+                rotated_attention.rotated_attention_triton(q, k, v, *places, *read, None, norm, norm, tuned=tuned)
+            decode_attention.decode_attention_triton(q, cache, cache, *read, tuned=tuned)
 
 
 def tuned_experts(path: Path) -> None:
@@ -231,16 +245,16 @@ def tuned_products(path: Path) -> None:
     for operation, shape, entries in measured(path, "linear", "gated_linear"):
         columns, size = map(int, shape.split("x"))
         for rows, entry in filter(itemgetter(1), entries.items()):
-            tuned, x, norm = linear.Config(*entry), zeros(int(rows), size), zeros(columns)
+            tuned, x, norm, weight = linear.Config(*entry), zeros(int(rows), size), zeros(columns), torch.empty(columns, size, dtype=BFLOAT16)
             read = linear.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
             if operation == "gated_linear":
-                linear.gated_linear_triton(read, zeros(2 * columns, size), None, tuned)
+                linear.gated_linear_triton(read, torch.empty(2 * columns, size, dtype=BFLOAT16), None, tuned)
             elif columns > 65_536:  # a head
-                linear.widened_linear_triton(x, zeros(columns, size), tuned)
+                linear.widened_linear_triton(x, weight, tuned)
             elif tuned.reads_unscaled:
-                linear.linear_triton(read, zeros(columns, size), None, tuned)
+                linear.linear_triton(read, weight, None, tuned)
             else:
-                linear.linear_add_norm_triton(x, zeros(columns, size), None, zeros(int(rows), columns), norm, 1e-6, tuned)
+                linear.linear_add_norm_triton(x, weight, None, zeros(int(rows), columns), norm, 1e-6, tuned)
 
 
 def fixed_products() -> None:

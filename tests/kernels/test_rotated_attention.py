@@ -1,4 +1,4 @@
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,12 +48,13 @@ class Rows(NamedTuple):
         table = torch.cat((angles.cos(), angles.sin()), dim=1)
         return cls(cache, qkv, (q_heads, kv_heads, kv_heads), slots, row_lengths, positions, locations, table, norms, scale)
 
-    def arguments(self, scale: float, window: int | None = None) -> tuple[object, ...]:
-        """Those of the operation, up to the factor of the queries; q, k and v strided, as the layer gives them."""
-        cache = self.cache
-        places = self.positions, self.table, self.locations, cache.k_cache, cache.v_cache
-        read = cache.page_table, self.slots, self.lengths, scale, window
-        return *self.qkv.split(self.counts, dim=1), *places, *read, *self.norms, EPS, self.query_scale
+    def arguments(self, scale: float = 0.1, window: int | None = None) -> dict[str, Any]:
+        """Those of the operation; q, k and v strided, as the layer gives them."""
+        given = {name: getattr(self, name) for name in ("positions", "table", "locations", "slots", "lengths", "query_scale")}
+        caches = {name: getattr(self.cache, name) for name in ("k_cache", "v_cache", "page_table")}
+        heads = dict(zip("qkv", self.qkv.split(self.counts, dim=1), strict=True))
+        norms = dict(zip(("q_norm", "k_norm"), self.norms, strict=True))
+        return {**heads, **given, **caches, **norms, "scale": scale, "window": window, "eps": EPS}
 
     def expected(self, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         """In float64: what attention gives, of the queries and keys rounded, and the new keys."""
@@ -71,8 +72,9 @@ class Rows(NamedTuple):
 
 
 def locate(cache: PagedCache, slots: Tensor, positions: Tensor) -> Tensor:
-    page_size = cache.k_cache.shape[1]
-    return cache.page_table[slots.long(), (positions // page_size).long()].long() * page_size + positions % page_size
+    page_size = int(cache.k_cache.shape[1])
+    pages: Tensor = cache.page_table[slots.long(), (positions // page_size).long()].long()
+    return pages * page_size + positions % page_size
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -94,7 +96,7 @@ def test_matches_float64(implementation, q_heads, kv_heads, head_size, page_size
     before = [contents.flatten(0, 1).clone() for contents in (rows.cache.k_cache, rows.cache.v_cache)]
     expected, expected_k = rows.expected(scale, window)
 
-    out = implementation(*rows.arguments(scale, window), splits)
+    out = implementation(**rows.arguments(scale, window), splits=splits)
 
     assert_near(out, expected, ulps=2, floor=2e-5)
     k_flat, v_flat = rows.cache.k_cache.flatten(0, 1), rows.cache.v_cache.flatten(0, 1)
@@ -111,11 +113,12 @@ def test_the_caches_are_those_of_rope_and_store(implementation):
     rows = Rows.make([1, 17, 0, 65], 4, 2, 64, 16, torch.float32, plain=True)
     rows.qkv.copy_(torch.randint(-8, 9, rows.qkv.shape, device=DEVICE))
     rows.table.copy_(torch.randint(-8, 9, rows.table.shape, device=DEVICE))
-    q, k, v, positions, table, locations, k_cache, v_cache, *_ = rows.arguments(0.1)
-    own_k, own_v = k_cache.clone(), v_cache.clone()
-    rope_and_store(q, k, v, positions, table, locations, own_k, own_v)
-    implementation(*rows.arguments(0.1))
-    for after, same in ((k_cache, own_k), (v_cache, own_v)):
+    arguments = rows.arguments()
+    own_k, own_v = rows.cache.k_cache.clone(), rows.cache.v_cache.clone()
+    own = {name: arguments[name] for name in ("q", "k", "v", "positions", "table", "locations")}
+    rope_and_store(**own, k_cache=own_k, v_cache=own_v)
+    implementation(**arguments)
+    for after, same in ((rows.cache.k_cache, own_k), (rows.cache.v_cache, own_v)):
         torch.testing.assert_close(after, same, rtol=0, atol=0, equal_nan=True)
 
 
@@ -124,68 +127,65 @@ def test_a_row_of_length_zero_gives_zeros_and_one_of_length_one_its_value(implem
     rows = Rows.make([1, 0, 30], 4, 2, 64, 16, torch.float32)
     rows.qkv[1] = torch.nan  # of nobody
     room = torch.full((4, 4, 64), torch.nan, device=DEVICE)
-    out = implementation(*rows.arguments(0.1))
+    out = implementation(**rows.arguments())
     assert out[1].equal(torch.zeros(4, 64, device=DEVICE))
     assert_near(out[2], rows.qkv[2, -2:].repeat_interleave(2, dim=0), ulps=4)
-    rotated_attention(*rows.arguments(0.1), out=room[1:])
+    rotated_attention(**rows.arguments(), out=room[1:])
     assert_near(room[1:], out, ulps=4)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_step_reads_what_the_steps_before_it_stored(implementation):
     rows = Rows.make([60, 1, 64], 4, 2, 64, 16, torch.float32)
-    lengths, caches = rows.lengths, (rows.cache.k_cache.clone(), rows.cache.v_cache.clone())
+    caches = {name: getattr(rows.cache, name).clone() for name in ("k_cache", "v_cache")}
     for step in range(4):
-        positions = lengths - 1
-        rows = rows._replace(qkv=randn(3, 8, 64, seed=step), lengths=lengths, positions=positions)
-        rows = rows._replace(locations=locate(rows.cache, rows.slots, positions))
-        arguments = rows.arguments(0.1)
-        expected = rotated_attention_torch(*arguments[:6], *caches, *arguments[8:])
-        assert_near(implementation(*arguments), expected, ulps=2, floor=1e-5)
-        lengths = lengths + 1
+        rows = rows._replace(qkv=randn(3, 8, 64, seed=step), locations=locate(rows.cache, rows.slots, rows.positions))
+        expected = rotated_attention_torch(**{**rows.arguments(), **caches})
+        assert_near(implementation(**rows.arguments()), expected, ulps=2, floor=2e-5)
+        rows = rows._replace(lengths=rows.lengths + 1, positions=rows.positions + 1)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_rows(implementation):
     rows = Rows.make([20], 4, 2, 64, 16, torch.float32)
     none = rows._replace(**{name: getattr(rows, name)[:0] for name in ("qkv", "slots", "lengths", "positions", "locations")})
-    assert implementation(*none.arguments(0.1)).shape == (0, 4, 64)
+    assert implementation(**none.arguments()).shape == (0, 4, 64)
 
 
 @pytest.mark.parametrize(
     "rows, q_heads, kv_heads, rotated_size, within",
-    [(16, 16, 8, 128, True), (17, 16, 8, 128, False), (2, 32, 8, 128, False), (1, 40, 8, 128, True), (1, 40, 8, 64, False)],
+    [(2, 16, 8, 128, True), (16, 32, 8, 128, True), (17, 16, 8, 128, False), (2, 40, 8, 128, False), (1, 16, 8, 128, False), (2, 16, 8, 64, False)],
 )
 def test_few_rows_of_few_queries_whose_heads_rotate_whole_are_one_launch(rows, q_heads, kv_heads, rotated_size, within):
-    q, k, table = (torch.empty(shape, device="meta") for shape in ((rows, q_heads, 128), (rows, kv_heads, 128), (9, rotated_size)))
-    assert rotates_within(q, k, table) is within
+    q, cache, table = torch.empty(rows, q_heads, 128), torch.empty(1, 16, kv_heads, 128), torch.empty(9, rotated_size)
+    assert rotates_within(q, cache, table, torch.zeros(2, 64)) is within
 
 
 def test_refuses_what_it_cannot_read():
     rows = Rows.make([20], 4, 2, 64, 16, torch.float32)
-    q, k, v, positions, table, locations, k_cache, v_cache, *rest = rows.arguments(0.1)
+    arguments = rows.arguments()
     with pytest.raises(ValueError, match="last dimension of q, k and v"):
-        rotated_attention(q, k.mT.contiguous().mT, v, positions, table, locations, k_cache, v_cache, *rest)
+        rotated_attention(**{**arguments, "k": arguments["k"].mT.contiguous().mT})
     with pytest.raises(ValueError, match="caches must be contiguous"):
-        rotated_attention(q, k, v, positions, table, locations, k_cache.mT.contiguous().mT, v_cache, *rest)
+        rotated_attention(**{**arguments, "k_cache": arguments["k_cache"].mT.contiguous().mT})
     with pytest.raises(ValueError, match="all 64 dimensions of a head must rotate, got a table of 32"):
-        rotated_attention(q, k, v, positions, table[:, :32], locations, k_cache, v_cache, *rest)
+        rotated_attention(**{**arguments, "table": arguments["table"][:, :32]})
 
 
 @pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference is not split")
 def test_with_fixed_splits_a_row_is_the_same_in_every_batch():
     rows = Rows.make([190, 3, 77], 6, 2, 64, 16, torch.float16)
-    together = rotated_attention_triton(*rows.arguments(0.1), 4)
+    together = rotated_attention_triton(**rows.arguments(), splits=4)
     for row in range(3):
         one = slice(row, row + 1)
         alone = rows._replace(**{name: getattr(rows, name)[one] for name in ("qkv", "slots", "lengths", "positions", "locations")})
-        assert together[one].equal(rotated_attention_triton(*alone.arguments(0.1), 4))
+        assert together[one].equal(rotated_attention_triton(**alone.arguments(), splits=4))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="elsewhere programs run one after the other")
 def test_the_order_in_which_shares_are_ready_does_not_show():
     rows = Rows.make([1000, 700, 3], 16, 8, 128, 16, torch.bfloat16)
-    outs = [rotated_attention_triton(*rows.arguments(0.1)) for _ in range(200)]
+    outs = [rotated_attention_triton(**rows.arguments()) for _ in range(200)]
     assert all(out.equal(outs[0]) for out in outs)
 
 
@@ -198,7 +198,7 @@ def test_a_captured_launch_takes_what_comes_from_the_kernel_just_before(splits):
 
     def step() -> Tensor:
         given = rows._replace(qkv=embedding(ids, weight, 0).view(4, 12, 128))
-        return rotated_attention_triton(*given.arguments(0.1), splits)
+        return rotated_attention_triton(**given.arguments(), splits=splits)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -212,7 +212,7 @@ def test_a_captured_launch_takes_what_comes_from_the_kernel_just_before(splits):
         rows.positions.copy_(positions)
         rows.locations.copy_(locate(rows.cache, rows.slots, positions))
         ids.copy_(torch.arange(first, first + 4))
-        caches = rows.cache.k_cache.clone(), rows.cache.v_cache.clone()
+        caches = {name: getattr(rows.cache, name).clone() for name in ("k_cache", "v_cache")}
         graph.replay()
-        arguments = rows._replace(qkv=weight[ids.long()].view(4, 12, 128)).arguments(0.1)
-        assert_near(out, rotated_attention_torch(*arguments[:6], *caches, *arguments[8:]), ulps=4)
+        given = rows._replace(qkv=weight[ids.long()].view(4, 12, 128))
+        assert_near(out, rotated_attention_torch(**{**given.arguments(), **caches}), ulps=4)
