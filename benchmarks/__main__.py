@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import models, tune, tune_library
+from benchmarks import models, tune, tune_attention, tune_library
 from benchmarks.allreduce import SIZES, allreduce
 from benchmarks.capacity import capacity
 from benchmarks.comparison import comparison
@@ -369,13 +369,20 @@ def _tune_experts(
     _finish(tune_experts(model, tokens, limit_s, out), out)
 
 
-@app.command("tiles")
-def _tiles(
-    operations: Annotated[list[str] | None, typer.Argument(help="Which; without any, all.")] = None,
+@app.command("tune-attention")
+def _tune_attention(
+    model: Model = MODELS,
+    rows: Annotated[list[int], typer.Option(min=1, help="Most rows of an entry; repeatable.")] = list(tune_attention.ROWS),  # noqa: B006
     out: Out = OUT,
 ) -> None:
-    """What tile configurations of attention take."""
-    _finish(tiles(operations or []), out)
+    """How decode attention of few rows is cut, and whether it rotates, as the table that the kernels read."""
+    _finish(tune_attention.tune_attention(model, rows, out), out)
+
+
+@app.command("tiles")
+def _tiles(out: Out = OUT) -> None:
+    """What tile configurations of prefill attention take."""
+    _finish(tiles(), out)
 
 
 def _options(device: str, quick: bool, limit_s: float, worker: list[str]) -> Options:

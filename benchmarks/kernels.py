@@ -158,7 +158,7 @@ class Layer:
         q, k, v = qkv.view(len(qkv), -1, 128).split(counts, dim=1)
         places = self.positions, self.table, self.locations, cache.k, cache.v
         read, norms = (cache.page_table, self.slots, cache.lengths, 128**-0.5), (self.head_norm, self.head_norm)
-        if rotates_within(q, k, self.table):
+        if rotates_within(q, cache.k, self.table, cache.page_table):
             return rotated_attention(q, k, v, *places, *read, None, *norms).flatten(1)
         q = rope_and_store(q, k, v, *places, *norms)
         return decode_attention(q, cache.k, cache.v, *read).flatten(1)

@@ -10,8 +10,8 @@ import torch
 import triton
 
 from benchmarks.launches import DTYPE
+from kernels import decode_attention, linear
 from kernels.library import is_lt_faster
-from kernels.linear import config
 from kernels.tuning import bits, entries, file_name, tables
 
 PROCESSES = 14  # that compile at the same time
@@ -41,7 +41,7 @@ class RenewedTable:
         """Has the operations of this process take what is in `entries` now."""
         device = torch.device("cuda", 0)
         tables(device).update(self._tables)
-        for cached in (entries, config, is_lt_faster):
+        for cached in (entries, linear.config, decode_attention.config, is_lt_faster):
             cached.cache_clear()
 
     def write(self) -> None:

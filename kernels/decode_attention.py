@@ -7,6 +7,7 @@ heads. A row that is cut in several shares is put together by the program that f
 depends on shapes alone, the shares on the lengths that the device holds, so the launch can be captured in a CUDA graph.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import MAX_COUNTERS, counters, multiprocessors, next_power_of_2, pdl_options, prefetch_line
+from kernels.tuning import entries, entry_for
 
 
 def decode_attention(
@@ -80,16 +82,33 @@ class Config(NamedTuple):
     block: int  # positions of a tile
     warps: int
     stages: int
+    splits: int  # shares of a row, at most
+    least_tiles: int = 2  # of a share; of one tile, a row of 1,088 positions with 40/8 heads of 128 takes 11 us instead of 7
+    rotates: int = 0  # 1: `kernels.rotated_attention` is faster than the rotation and this
 
 
-def config(head_size: int, element_bytes: int) -> Config:
+@functools.cache
+def config(device: torch.device, dtype: torch.dtype, rows: int, q_heads: int, kv_heads: int, head_size: int, positions: int) -> Config:
+    """By the table of the GPU, or by rules for shapes and rows that it has not; positions: the most that the page table can hold."""
+    found = entry_for(entries(device, dtype, "decode_attention", f"{q_heads}x{kv_heads}x{head_size}"), rows)
+    if found:
+        tuned = Config(*found)
+        return tuned._replace(splits=max(min(tuned.splits, positions // LEAST_POSITIONS), 1))
+    plain = cut_in(choose_splits(rows, kv_heads, positions, device), head_size, dtype.itemsize)
+    alone, rotates = rows == 1, 1 < rows <= FEW_ROWS and q_heads <= FEW_QUERIES * kv_heads
+    return plain._replace(least_tiles=2 if alone else 3, rotates=int(rotates))
+
+
+def cut_in(splits: int, head_size: int, element_bytes: int) -> Config:
+    """The same for any number of rows."""
     if element_bytes == 4:
-        return Config(16, 4, 2)
-    return Config(64, 4, 2) if head_size <= 128 else Config(32, 4, 2)
+        return Config(16, 4, 2, splits)
+    return Config(64, 4, 2, splits) if head_size <= 128 else Config(32, 4, 2, splits)
 
 
 MAX_SPLITS = 32
-LEAST_TILES = 2  # of a share: one row of 1,088 positions and 40/8 heads of 128 takes 7 us in 9 shares of two tiles, 11 in 17 of one
+LEAST_POSITIONS = 128  # of a share, where the page table is full
+FEW_ROWS, FEW_QUERIES = 16, 4  # heads of a KV head
 CHUNK_OF_WARP = 2048  # elements of shares that a warp puts together at a time: 64 registers a thread
 NO_WINDOW = 2**31 - 1
 
@@ -106,27 +125,33 @@ def choose_splits(rows: int, kv_heads: int, positions: int, device: torch.device
     shares = 3 * room // programs
     if shares < 4:
         shares = 2 if programs <= 2 * room else 1
-    return max(min(max(shares, least), positions // 128, MAX_SPLITS), 1)
+    return max(min(max(shares, least), positions // LEAST_POSITIONS, MAX_SPLITS), 1)
 
 
 class Cut(NamedTuple):
-    splits: int
+    tuned: Config
     partial: Tensor  # float32: room for what the shares leave
     chunk: int  # shares that are put together at a time
     heads_block: int
     head_block: int
 
 
-def cut(q: Tensor, kv_heads: int, positions: int, splits: int | None, warps: int) -> Cut:
-    """How rows q `[B, Q, H]`, B > 0, are cut; positions: the most that the page table can hold. Raises ValueError for too many splits."""
+def cut(q: Tensor, kv_heads: int, positions: int, splits: int | None, tuned: Config | None) -> Cut:
+    """How rows q `[B, Q, H]`, B > 0, are cut, if neither is given; positions: the most that the page table can hold.
+
+    Raises ValueError for too many splits.
+    """
     rows, q_heads, head_size = q.shape
-    splits = splits or choose_splits(rows, kv_heads, positions, q.device)
+    if tuned is None:
+        shape = rows, q_heads, kv_heads, head_size, positions
+        tuned = cut_in(splits, head_size, q.element_size()) if splits else config(q.device, q.dtype, *shape)
+    splits = tuned.splits
     if splits > 1 and rows * kv_heads > MAX_COUNTERS:
         raise ValueError(f"splits must be 1 for {rows} rows of {kv_heads} KV heads, got {splits}")
     partial = q.new_empty(rows * splits * q_heads * (head_size + 2) if splits > 1 else 0, dtype=torch.float32)
     heads_block, head_block = next_power_of_2(q_heads // kv_heads), next_power_of_2(head_size)
-    chunk = max(min(next_power_of_2(splits), warps * CHUNK_OF_WARP // (heads_block * head_block)), 1)
-    return Cut(splits, partial, chunk, heads_block, head_block)
+    chunk = max(min(next_power_of_2(splits), tuned.warps * CHUNK_OF_WARP // (heads_block * head_block)), 1)
+    return Cut(tuned, partial, chunk, heads_block, head_block)
 
 
 def decode_attention_triton(
@@ -147,29 +172,28 @@ def decode_attention_triton(
     out = q.new_empty(rows, q_heads, head_size) if out is None else out
     if rows == 0:
         return out
-    block, warps, stages = tuned or config(head_size, q.element_size())
-    splits, partial, chunk, heads_block, head_block = cut(q, kv_heads, max_pages * page_size, splits, warps)
-    _decode_attention_kernel[(kv_heads, rows, splits)](
+    tuned, partial, chunk, heads_block, head_block = cut(q, kv_heads, max_pages * page_size, splits, tuned)
+    _decode_attention_kernel[(kv_heads, rows, tuned.splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, partial, counters(q.device),
-        scale * math.log2(math.e), *q.stride()[:2], max_pages, window or NO_WINDOW, splits,
-        kv_heads, group, head_size, page_size, splits > 1, splits == 2, chunk, heads_block, max(heads_block, 16), head_block,
-        block, LEAST_TILES, stages, num_warps=warps, **pdl_options(q.device),
+        scale * math.log2(math.e), *q.stride()[:2], max_pages, window or NO_WINDOW, tuned.splits, tuned.least_tiles,
+        kv_heads, group, head_size, page_size, tuned.splits > 1, tuned.splits == 2, chunk, heads_block, max(heads_block, 16), head_block,
+        tuned.block, tuned.stages, num_warps=tuned.warps, **pdl_options(q.device),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["window", "splits"])  # one kernel for all of them
+@triton.jit(do_not_specialize=["window", "splits", "least_tiles"])  # one kernel for all of them
 def _decode_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr, lengths_ptr, out_ptr, partial_ptr, counters_ptr,
-    scale_log2, q_row_stride, q_head_stride, max_pages, window, splits,
+    scale_log2, q_row_stride, q_head_stride, max_pages, window, splits, least_tiles,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, IN_TWO: tl.constexpr, CHUNK: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEAST_TILES: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
-    begin, end, shares = share_of(tl.maximum(length - window, 0), length, split, splits, BLOCK, LEAST_TILES)
+    begin, end, shares = share_of(tl.maximum(length - window, 0), length, split, splits, least_tiles, BLOCK)
     page = page_ids(pages_ptr, begin, end, N, BLOCK)
     if PDL:
         if IN_TWO:  # with one share there is no time left in the memory, with more each is short: slower both
@@ -196,9 +220,9 @@ def _decode_attention_kernel(
 
 
 @triton.jit
-def share_of(first, last, split, splits, BLOCK: tl.constexpr, LEAST_TILES: tl.constexpr):
+def share_of(first, last, split, splits, least_tiles, BLOCK: tl.constexpr):
     """Where the share `split` of the positions `[first, last)` begins and ends, and how many shares there are: at most `splits`."""
-    share = tl.maximum(tl.cdiv(tl.cdiv(last - first, BLOCK), splits), LEAST_TILES) * BLOCK
+    share = tl.maximum(tl.cdiv(tl.cdiv(last - first, BLOCK), splits), least_tiles) * BLOCK
     shares = tl.maximum(tl.cdiv(last - first, share), 1)  # no position is one empty share
     begin = first + split * share
     return begin, tl.minimum(begin + share, last), shares

@@ -9,17 +9,14 @@ so no program reads what another one of the launch writes, and what is read of t
 """
 
 import math
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.decode_attention import (
-    LEAST_TILES,
     NO_WINDOW,
     Config,
-    ask_ahead,
     attend_tiles,
     config,
     cut,
@@ -31,21 +28,13 @@ from kernels.decode_attention import (
 from kernels.launch import counters, pdl_options
 from kernels.rope import rope_and_store_torch
 
-FEW_ROWS = 16
-FEW_QUERIES = 2  # heads of a KV head
 
-
-def rotates_within(q: Tensor, k: Tensor, table: Tensor) -> bool:
-    """q `[B, Q, H]`, k `[B, K, H]`, table `[L, R]`: whether one launch is faster than two for these shapes; only where R is H."""
-    (rows, q_heads, head_size), kv_heads = q.shape, k.shape[1]
-    return table.shape[1] == head_size and (rows == 1 or (rows <= FEW_ROWS and q_heads <= FEW_QUERIES * kv_heads))
-
-
-class Asks(NamedTuple):
-    """How many tiles of keys and values, from the first of its share on, a program asks for, ahead of its wait and behind it."""
-
-    ahead: int = 0
-    behind: int = 0
+def rotates_within(q: Tensor, k_cache: Tensor, table: Tensor, page_table: Tensor) -> bool:
+    """q `[B, Q, H]`, k_cache `[P, N, K, H]`, table `[L, R]`: whether one launch is faster than two for these shapes; only where R is H."""
+    (rows, q_heads, head_size), (_, page_size, kv_heads, _) = q.shape, k_cache.shape
+    if table.shape[1] != head_size or rows == 0:
+        return False
+    return config(q.device, q.dtype, rows, q_heads, kv_heads, head_size, page_table.shape[1] * page_size).rotates == 1
 
 
 def rotated_attention(
@@ -137,42 +126,38 @@ def rotated_attention_triton(
     splits: int | None = None,
     out: Tensor | None = None,
     tuned: Config | None = None,
-    asks: Asks | None = None,
 ) -> Tensor:
-    """asks: one tile, ahead, where a row has two shares, else none, if None."""
     (rows, q_heads, head_size), (_, page_size, kv_heads, _), max_pages = q.shape, k_cache.shape, page_table.shape[1]
     out = q.new_empty(rows, q_heads, head_size) if out is None else out
     if rows == 0:
         return out
-    block, warps, stages = tuned or config(head_size, q.element_size())
-    splits, partial, chunk, heads_block, head_block = cut(q, kv_heads, max_pages * page_size, splits, warps)
-    asks = asks or Asks(ahead=int(splits == 2))
-    _rotated_attention_kernel[(kv_heads, rows, splits)](
+    tuned, partial, chunk, heads_block, head_block = cut(q, kv_heads, max_pages * page_size, splits, tuned)
+    _rotated_attention_kernel[(kv_heads, rows, tuned.splits)](
         q, k, v, positions, table, locations, k_cache, v_cache, page_table, slots, lengths, q_norm, k_norm, query_scale,
         out, partial, counters(q.device), scale * math.log2(math.e), eps,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], max_pages, window or NO_WINDOW, splits,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], max_pages, window or NO_WINDOW, tuned.splits, tuned.least_tiles,
         kv_heads, q_heads // kv_heads, head_size, page_size, q_norm is not None, k_norm is not None, query_scale is not None,
-        splits > 1, *asks, chunk, heads_block, max(heads_block, warps), max(heads_block, 16), head_block,
-        block, LEAST_TILES, stages, num_warps=warps, **pdl_options(q.device),
+        tuned.splits > 1, chunk, heads_block, max(heads_block, tuned.warps), max(heads_block, 16), head_block,
+        tuned.block, tuned.stages, num_warps=tuned.warps, **pdl_options(q.device),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["window", "splits"])  # one kernel for all of them
+@triton.jit(do_not_specialize=["window", "splits", "least_tiles"])  # one kernel for all of them
 def _rotated_attention_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, table_ptr, locations_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr, lengths_ptr,
     q_norm_ptr, k_norm_ptr, query_scale_ptr, out_ptr, partial_ptr, counters_ptr, scale_log2, eps,
     q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride, max_pages, window, splits,
+    least_tiles,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, SCALED: tl.constexpr,
-    SPLIT: tl.constexpr, AHEAD: tl.constexpr, BEHIND: tl.constexpr, CHUNK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
-    ROTATED_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEAST_TILES: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr, HEADS_BLOCK: tl.constexpr, ROTATED_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
     last = tl.maximum(length - 1, 0)  # the newest position does not come from the cache
-    begin, end, shares = share_of(tl.maximum(length - window, 0), last, split, splits, BLOCK, LEAST_TILES)
+    begin, end, shares = share_of(tl.maximum(length - window, 0), last, split, splits, least_tiles, BLOCK)
     if split >= shares:
         return  # a row's first program always waits, so what follows this kernel cannot start before its turn
     page = page_ids(pages_ptr, begin, end, N, BLOCK)
@@ -200,12 +185,8 @@ def _rotated_attention_kernel(
     k_ptr += row * k_row_stride + kv_head * k_head_stride
     v_ptr += row * v_row_stride + kv_head * v_head_stride
     if PDL:
-        for tile in tl.static_range(AHEAD):
-            ask_ahead(k_cache_ptr, v_cache_ptr, pages_ptr, begin + tile * BLOCK, end, kv_head, K, H, N, BLOCK)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        for tile in tl.static_range(BEHIND):
-            ask_ahead(k_cache_ptr, v_cache_ptr, pages_ptr, begin + tile * BLOCK, end, kv_head, K, H, N, BLOCK)
     q, q_paired = _pairs(q_ptr, dimension, inside & (head < G), H)
     k, k_paired = _pairs(k_ptr, dimension, inside_newest, H)
     v = tl.load(v_ptr + dimension, mask=inside_newest, other=0.0).to(v_cache_ptr.dtype.element_ty)

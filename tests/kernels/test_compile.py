@@ -245,7 +245,8 @@ def tuned_products(path: Path) -> None:
     for operation, shape, entries in measured(path, "linear", "gated_linear"):
         columns, size = map(int, shape.split("x"))
         for rows, entry in filter(itemgetter(1), entries.items()):
-            tuned, x, norm, weight = linear.Config(*entry), zeros(int(rows), size), zeros(columns), torch.empty(columns, size, dtype=BFLOAT16)
+            tuned, x, norm = linear.Config(*entry), zeros(int(rows), size), zeros(columns)
+            weight = torch.empty(columns, size, dtype=BFLOAT16)
             read = linear.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
             if operation == "gated_linear":
                 linear.gated_linear_triton(read, torch.empty(2 * columns, size, dtype=BFLOAT16), None, tuned)
@@ -314,7 +315,8 @@ OPERATIONS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (biased_products, (3072, 1024)),
     (fixed_products, ()),
 ]
-TUNED = [(90, tuned, (path,)) for tuned in (tuned_products, tuned_experts) for path in TABLES]  # of GPUs of that generation, so far
+TUNERS = tuned_products, tuned_experts, tuned_attention
+TUNED = [(90, tuned, (path,)) for tuned in TUNERS for path in TABLES]  # of GPUs of that generation, so far
 
 
 @pytest.mark.parametrize("capability, operations, arguments", [(each, *called) for each in (80, 90) for called in OPERATIONS] + TUNED)

@@ -154,7 +154,14 @@ def test_no_rows(implementation):
 
 @pytest.mark.parametrize(
     "rows, q_heads, kv_heads, rotated_size, within",
-    [(2, 16, 8, 128, True), (16, 32, 8, 128, True), (17, 16, 8, 128, False), (2, 40, 8, 128, False), (1, 16, 8, 128, False), (2, 16, 8, 64, False)],
+    [
+        (2, 16, 8, 128, True),
+        (16, 32, 8, 128, True),
+        (17, 16, 8, 128, False),
+        (2, 40, 8, 128, False),
+        (1, 16, 8, 128, False),
+        (2, 16, 8, 64, False),
+    ],
 )
 def test_few_rows_of_few_queries_whose_heads_rotate_whole_are_one_launch(rows, q_heads, kv_heads, rotated_size, within):
     q, cache, table = torch.empty(rows, q_heads, 128), torch.empty(1, 16, kv_heads, 128), torch.empty(9, rotated_size)

@@ -38,7 +38,7 @@ class Attention(nn.Module):
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         places = rotation.positions, rotation.table, batch.locations, cache.k, cache.v
         norms = q_norm, k_norm, self.eps, rotation.query_scale
-        if self.attend_rotated and batch.rows == batch.decode_rows and rotates_within(q, k, rotation.table):
+        if self.attend_rotated and batch.rows == batch.decode_rows and rotates_within(q, cache.k, rotation.table, batch.page_table):
             read = batch.page_table, batch.slots, batch.lengths, self.scale, self.window
             return self.attend_rotated(q, k, v, *places, *read, *norms).flatten(1)
         q = self.rotate(q, k, v, *places, *norms)

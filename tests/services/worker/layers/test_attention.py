@@ -58,8 +58,9 @@ def attended(given: Backends, q_heads: int, decodes: int, prefill: int) -> tuple
         (4, 16, 0, True),
         (4, 17, 0, False),
         (4, 3, 5, False),  # a prompt beside them
-        (8, 1, 0, True),
-        (8, 2, 0, False),  # more query heads than pay off
+        (8, 2, 0, True),
+        (8, 1, 0, False),  # a row alone
+        (12, 2, 0, False),  # more query heads than pay off
     ],
 )
 def test_few_decode_rows_rotate_and_attend_in_one_operation(q_heads: int, decodes: int, prefill: int, together: bool) -> None:
