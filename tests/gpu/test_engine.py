@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.driver import Driver, admission, int32s, spec
-from kernels.rotated_attention import FEW_ROWS
+from kernels.decode_attention import config
 from kernels.tuning import tables
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.features import VARIANTS, Feature
@@ -163,7 +163,8 @@ def test_launches_of_a_decode_layer(tmp_path: Path, kind: str, rows: int) -> Non
     a_layer = (len(four) - len(two)) / 2
     print(f"{kind}, {rows} rows: {a_layer} launches a layer, {len(two) - 2 * a_layer} beside; " + ", ".join(sorted(set(four))))
     norms_in_products = kind == "dense" and rows == 1 and tables(torch.device("cuda", 0))
-    assert a_layer <= (6 if norms_in_products else LAUNCHES[kind]) - (rows <= FEW_ROWS)
+    rotates_within = config(torch.device("cuda", 0), torch.bfloat16, rows, 16, 8, 128, MAX_LENGTH).rotates
+    assert a_layer <= (6 if norms_in_products else LAUNCHES[kind]) - rotates_within
 
 
 @pytest.mark.parametrize("rows", [1, SLOTS])
