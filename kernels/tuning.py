@@ -1,8 +1,9 @@
-"""What was measured to run fastest on a GPU: `tuning_NAME.json` beside this, written by `python -m benchmarks tune`, `tune-library` and
-`tune-experts`.
+"""What was measured to run fastest on a GPU: `tuning_NAME.json` beside this, written by `python -m benchmarks tune`, `tune-library`,
+`tune-attention` and `tune-experts`.
 
     {TRITON: {"16 bits": {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same,
                           "library": {"COLUMNSxSIZE": {"ROWS": [1] where cuBLASLt is faster than cuBLAS}},
+                          "decode_attention": {"QUERY_HEADSxKV_HEADSxHEAD_SIZE": {"ROWS": [a decode_attention.Config]}},
                           "moe": {"EXPERTSxCHOICESxHIDDENxINNER": {"TOKENS": [a moe.Config]}}}}}
 
 TRITON is the version that compiled what was measured, the bits are an element's: types of one size run alike. An entry serves up to that
