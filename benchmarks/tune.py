@@ -65,7 +65,8 @@ class Compilers:
         """Of kernels that no job before had: a kernel depends on its configuration, hardly on the shape, so one of a kind is compiled."""
         new: list[Job] = []
         for job in jobs:
-            kind = (job.product.gated, job.product.is_head, job.tuned, job.tuned.inner_block * job.tuned.splits == job.product.size)
+            each, tuned = job.product, job.tuned._replace(width=min(job.tuned.width, 1))  # how wide is known when it runs
+            kind = each.gated, each.is_head, tuned, each.size // (tuned.inner_block * tuned.splits) if tuned.row_block == 1 else 0
             if kind not in self._kinds:
                 self._kinds.add(kind)
                 new.append(job)

@@ -29,7 +29,8 @@ LENGTHS = (1024, 1152)
 TURNS, REPLAYS = 3, 10
 TILES = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (32, 4, 3))  # positions, warps, stages
 MANY_ROWS = 16  # from which other tiles than the first are tried, and shares by number
-MAX_POSITIONS = 8192  # of the page table
+MAX_POSITIONS = 4096  # of the page table: no more than rows that an entry leaves whole can have
+TOLERANCE = 3e-2
 
 
 class Chain:
@@ -74,14 +75,14 @@ def tune_attention(models: Sequence[str], rows: Sequence[int], out: Path) -> Rep
         shape = shape_of(model)
         heads = shape.heads, shape.kv_heads, shape.head_dim
         chain, before = Chain(shape.hidden_size, *heads, count), config(device, DTYPE, count, *heads, MAX_POSITIONS)
-        tried = [each for each in dict.fromkeys([before, *_candidates(count, before)]) if _fits(chain, each)]
+        tried = [each for each in dict.fromkeys([before, *_candidates(count, before)]) if _fits(chain, each, before)]
         turns = [[chain.us(each) for each in tried] for _ in range(TURNS)]
         times = [min(each) for each in zip(*turns, strict=True)]
         best = tried[times.index(min(times))]
         renewed.put("decode_attention", "x".join(map(str, heads)), count, [*best])
         print(f"{model} M={count}: {times[0]:.1f} us by {[*before]}, {min(times):.1f} by {[*best]}", flush=True)
         lines.append((model, count, times[0], str([*before]), min(times), str([*best])))
-    renewed.write()
+        renewed.write()
     return Report(
         name="tune-attention",
         columns=("model", "rows", "before us", "configuration", "us", "configuration now"),
@@ -99,12 +100,16 @@ def _candidates(rows: int, before: Config) -> Iterator[Config]:
             yield Config(*tiles, splits, 2, rotates)
 
 
-def _fits(chain: Chain, tuned: Config) -> bool:
+def _fits(chain: Chain, tuned: Config, before: Config) -> bool:
+    """Whether it runs; one that computes something else than what was there before is told of and left out."""
     try:
-        chain(0, tuned)
+        y = chain(0, tuned)
     except OutOfResources:
         return False
-    return True
+    right = torch.allclose(y, chain(0, before), rtol=TOLERANCE, atol=TOLERANCE)
+    if not right:
+        print(f"WRONG: {tuned} of {len(y)} rows", flush=True)
+    return right
 
 
 def _compile_some(models: Sequence[str], rows: Sequence[int], first: int) -> None:
@@ -112,4 +117,5 @@ def _compile_some(models: Sequence[str], rows: Sequence[int], first: int) -> Non
     kernels = [(model, tiles, splits, rotates) for model in models for tiles in TILES for splits in (1, 2, 3) for rotates in (0, 1)]
     for model, tiles, splits, rotates in kernels[first::PROCESSES]:
         shape = shape_of(model)
-        _fits(Chain(shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, rows[0]), Config(*tiles, splits, 2, rotates))
+        tuned = Config(*tiles, splits, 2, rotates)
+        _fits(Chain(shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, rows[0]), tuned, tuned)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.candidates import Product, products, shape_of
+from benchmarks.candidates import Product, joins, products, shape_of
 from benchmarks.kernels import ExpertLayer, KVCache, Layer
 from benchmarks.launches import time_launches
 from benchmarks.report import Value
@@ -45,7 +45,7 @@ class LayerTuner:
 
     def __init__(self, model: str, rows: int, renewed: RenewedTable) -> None:
         self.model, self.rows, self.renewed = model, rows, renewed
-        self.flags = (0, 1) if shape_of(model).experts == 1 else (0,)  # whether the product before may begin a product's norm
+        self.readers = {join.reader for join in joins(model)}  # whose norm the product before may begin
 
     def decide(self, before: Choices, finalists: Mapping[Product, Sequence[Config]]) -> list[Sequence[Value]]:
         """Puts what makes the layer fastest into the table; lines of the report.
@@ -69,7 +69,7 @@ class LayerTuner:
         for _ in range(PASSES):
             begun = dict(now)
             for each in begun:
-                tried = dict.fromkeys([before[each], *self._choices(finalists.get(each, ()))])
+                tried = dict.fromkeys([before[each], *self._choices(each, finalists.get(each, ()))])
                 nearest = sorted(tried, key=partial(us_with, each))[:NEAREST]
                 turns = [[us_with(each, choice) for choice in (now[each], *nearest)] for _ in range(TURNS)]
                 now_us, *others_us = map(min, zip(*turns, strict=True))
@@ -82,11 +82,14 @@ class LayerTuner:
                     now[each] = nearest[best]
             if now == begun:
                 break
-        print(f"layer of {self.model}, M={self.rows}: {min(us(now) for _ in range(TURNS)):.2f} us", flush=True)
+        now_us = min(us(now) for _ in range(TURNS))
+        self._put(now)
+        print(f"layer of {self.model}, M={self.rows}: {now_us:.2f} us", flush=True)
         return lines
 
-    def _choices(self, finalists: Sequence[Config]) -> list[Choice]:
-        ours = [Choice(each._replace(reads_unscaled=flag)) for each in finalists for flag in self.flags]
+    def _choices(self, each: Product, finalists: Sequence[Config]) -> list[Choice]:
+        flags = (0, 1) if each in self.readers else (0,)
+        ours = [Choice(tuned._replace(reads_unscaled=flag)) for tuned in finalists for flag in flags]
         return [*ours, Choice(None), Choice(None, is_lt=True)]
 
     def _put(self, choices: Choices) -> None:

@@ -2,9 +2,10 @@
 
 With PDL the blocks of a kernel start while the one before it still drains, and stop at `gdc_wait` until all its writes are
 visible. Every kernel here waits before its first access to memory that the kernel before it writes, then lets its own dependents
-start. So what was written by the one before that is there even ahead of the wait: weights, the state of the slots, and what
-`plan_unpack` made of a plan, since a layer's kernels never follow it at once. `rope_and_store` lets its dependents start before it
-waits itself: what they read ahead of their wait must be older than the two kernels before them.
+start; programs with nothing to do may end before, as long as one of the kernel waits. So what was written by the one before that is
+there even ahead of the wait: weights, the state of the slots, and what `plan_unpack` made of a plan, since a layer's kernels never follow
+it at once. `rope_and_store` lets its dependents start before it waits itself: what they read ahead of their wait must be older than the
+two kernels before them.
 """
 
 import functools

@@ -125,7 +125,7 @@ class Config(NamedTuple):
     prefetch: int  # steps of inner_block whose weights are asked for before the wait
     weights_first: int = 0  # 1: columns are the tall side of the tensor cores' product, rows the other
     reads_unscaled: int = 0  # 1: the norm before it is begun by the product before that
-    width: int = 0  # columns of a tile where a block has fewer than it could: as many as give every multiprocessor the same to read
+    width: int = 0  # columns of a tile that fills its block in part, to give every multiprocessor as much to read; 0: it is full
 
     @property
     def tile_columns(self) -> int:
@@ -213,9 +213,8 @@ def _launch(
     return y
 
 
-@triton.jit(
-    do_not_specialize=["rows", "asking", "width"]
-)  # one kernel for all sizes of batch, or a worker would compile it for each kind of them
+# One kernel for all sizes of batch, or a worker would compile it for each kind of them.
+@triton.jit(do_not_specialize=["rows", "asking", "width"])
 def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr, residual_ptr, norm_ptr, squares_ptr, read_squares_ptr,
     rows, columns, size, row_stride, parts, asking, width, eps,

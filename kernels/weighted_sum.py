@@ -37,7 +37,8 @@ def weighted_sum_add_norm_triton(
 ) -> Tensor:  # fmt: skip
     """Adds `weighted_sum_triton` of the first three to residual `[T, D]` IN PLACE and returns the RMSNorm of that, with weight `[D]`.
 
-    The bits are those of the two apart. On a GPU neither masses nor residual may come from the kernel just before.
+    The bits are those of the two apart; of float32 with one expert a token they need not be, since the multiplication may be fused with
+    the addition there. On a GPU neither masses nor residual may come from the kernel just before.
     """
     (tokens, choices), hidden = masses.shape, results.shape[1]
     y = results.new_empty(tokens, hidden)

@@ -246,11 +246,12 @@ def tuned_products(path: Path) -> None:
         columns, size = map(int, shape.split("x"))
         for rows, entry in filter(itemgetter(1), entries.items()):
             tuned, x, norm = linear.Config(*entry), zeros(int(rows), size), zeros(columns)
+            assert tuned.width <= tuned.column_block
             weight = torch.empty(columns, size, dtype=BFLOAT16)
             read = linear.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
             if operation == "gated_linear":
                 linear.gated_linear_triton(read, torch.empty(2 * columns, size, dtype=BFLOAT16), None, tuned)
-            elif columns > 65_536:  # a head
+            elif columns > 32_768:  # a rank's head
                 linear.widened_linear_triton(x, weight, tuned)
             elif tuned.reads_unscaled:
                 linear.linear_triton(read, weight, None, tuned)

@@ -32,6 +32,7 @@ CASES = [
     (5, 72, 128, Config(8, 64, 32, 2, 4, 2, 1, weights_first=1)),
     (5, 75, 160, Config(8, 64, 32, 3, 4, 2, 1, weights_first=1, width=38)),  # narrow tiles, and shares of two steps, two and one
     (3, 70, 160, Config(16, 32, 32, 4, 4, 2, 2, width=17)),  # the last share is empty
+    (3, 64, 64, Config(16, 32, 32, 1, 4, 2, 0, width=24)),  # blocks divide the columns, tiles do not
 ]
 # Of two products: a row by each of the vector ways, tiles with and without shares, columns that do not fill the last tile; biases or not.
 PAIRS = [
@@ -39,7 +40,7 @@ PAIRS = [
     (2, 128, Config(1, 16, 128, 1, 4, 1, 0), Config(1, 16, 64, 2, 4, 1, 0), True),
     (5, 72, Config(16, 16, 32, 3, 4, 2, 1), Config(8, 64, 32, 1, 4, 2, 1, weights_first=1), True),
     (20, 80, Config(8, 64, 32, 1, 4, 2, 1, weights_first=1), Config(32, 16, 32, 2, 4, 2, 1), False),
-    (5, 75, Config(8, 64, 32, 2, 4, 2, 1, weights_first=1, width=39), Config(16, 32, 32, 1, 4, 2, 0, width=20), True),
+    (5, 75, Config(8, 64, 32, 2, 4, 2, 1, weights_first=1, width=33), Config(16, 32, 32, 1, 4, 2, 0, width=20), True),
 ]
 EPS = 1e-6
 
@@ -77,6 +78,16 @@ def test_widened_linear_is_not_rounded(rows, columns, size, tuned, dtype):
     y = widened_linear_triton(x, weight, tuned)
     assert y.dtype == torch.float32
     assert_near(y, x.double() @ weight.double().T, ulps=8, floor=2e-6)
+
+
+@KERNELS
+def test_widened_linear_takes_the_kernel_for_the_rows_of_an_entry(table):
+    table["linear"] = {"40x256": {"8": [16, 16, 64, 1, 4, 2, 0]}}
+    rows = randn(9, 512, seed=1, dtype=torch.float16)
+    x, weight = rows[:, 128:384], randn(40, 256, seed=2, dtype=torch.float16)
+    assert widened_linear(x[:8], weight).equal(widened_linear_triton(x[:8], weight, Config(16, 16, 64, 1, 4, 2, 0)))
+    assert_near(widened_linear(x[:8], weight), x[:8].double() @ weight.double().T, ulps=64)  # half precision is 2**13 times coarser
+    assert config("linear", DEVICE, torch.float16, 9, 40, 256) is None
 
 
 def test_widened_linear_without_an_entry_is_float32():

@@ -168,6 +168,13 @@ def test_few_rows_of_few_queries_whose_heads_rotate_whole_are_one_launch(rows, q
     assert rotates_within(q, cache, table, torch.zeros(2, 64)) is within
 
 
+def test_the_table_says_whether_the_rotation_is_within(table):
+    q, cache, turns = (torch.empty(shape, device=DEVICE, dtype=torch.float16) for shape in ((8, 16, 128), (1, 16, 8, 128), (9, 128)))
+    pages = torch.zeros(2, 64, device=DEVICE)
+    table["decode_attention"] = {"16x8x128": {"4": [64, 4, 2, 6, 3, 0], "8": [64, 4, 2, 6, 3, 1]}}
+    assert [rotates_within(q[:rows], cache, turns, pages) for rows in (4, 5, 8)] == [False, True, True]
+
+
 def test_refuses_what_it_cannot_read():
     rows = Rows.make([20], 4, 2, 64, 16, torch.float32)
     arguments = rows.arguments()
