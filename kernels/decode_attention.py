@@ -195,29 +195,30 @@ def _decode_attention_kernel(
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * max_pages
     begin, end, shares = share_of(tl.maximum(length - window, 0), length, split, splits, least_tiles, BLOCK)
+    if split >= shares:
+        return  # a row's first program always waits, so what follows this kernel cannot start before its turn
     page = page_ids(pages_ptr, begin, end, N, BLOCK)
     if PDL:
         if IN_TWO:  # with one share there is no time left in the memory, with more each is short: slower both
             ask_ahead(k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, K, H, N, BLOCK)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if split < shares:
-        head, dimension = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
-        inside_head = (head < G)[:, None] & (dimension < H)[None, :]
-        q_place = row * q_row_stride + (kv_head * G + head)[:, None] * q_head_stride + dimension[None, :]
-        q = tl.load(q_ptr + q_place, mask=inside_head, other=0.0)
+    head, dimension = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
+    inside_head = (head < G)[:, None] & (dimension < H)[None, :]
+    q_place = row * q_row_stride + (kv_head * G + head)[:, None] * q_head_stride + dimension[None, :]
+    q = tl.load(q_ptr + q_place, mask=inside_head, other=0.0)
 
-        best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-        totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
-        weighted = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32)
-        best, total, weighted = attend_tiles(
-            q, best, totals, weighted, page, k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, scale_log2,
-            K, H, N, HEAD_BLOCK, BLOCK, STAGES,
-        )  # fmt: skip
-        leave_share(
-            out_ptr, partial_ptr, counters_ptr, best, total, weighted, row, kv_head, split, shares, splits,
-            K, G, H, SPLIT, CHUNK, HEADS_BLOCK, GROUP_BLOCK, HEAD_BLOCK,
-        )  # fmt: skip
+    best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
+    weighted = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32)
+    best, total, weighted = attend_tiles(
+        q, best, totals, weighted, page, k_cache_ptr, v_cache_ptr, pages_ptr, begin, end, kv_head, scale_log2,
+        K, H, N, HEAD_BLOCK, BLOCK, STAGES,
+    )  # fmt: skip
+    leave_share(
+        out_ptr, partial_ptr, counters_ptr, best, total, weighted, row, kv_head, split, shares, splits,
+        K, G, H, SPLIT, CHUNK, HEADS_BLOCK, GROUP_BLOCK, HEAD_BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
