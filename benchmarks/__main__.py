@@ -372,7 +372,7 @@ def _tune_experts(
 @app.command("tune-attention")
 def _tune_attention(
     model: Model = MODELS,
-    rows: Annotated[list[int], typer.Option(min=1, help="Most rows of an entry; repeatable.")] = list(tune_attention.ROWS),  # noqa: B006
+    rows: Annotated[list[int], typer.Option(min=1, help="Most rows of an entry; repeatable.")] = list(tune_attention.SHARES),  # noqa: B006
     out: Out = OUT,
 ) -> None:
     """How decode attention of few rows is cut, and whether it rotates, as the table that the kernels read."""

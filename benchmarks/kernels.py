@@ -127,7 +127,7 @@ class Layer:
     """A dense decode layer with its cache."""
 
     def __init__(self, rows: int, hidden: int, q_heads: int, kv_heads: int, inner: int, cache: KVCache, slots: Tensor) -> None:
-        self.q_heads, self.kv_heads, self.cache, self.slots = q_heads, kv_heads, cache, slots
+        self.counts, self.cache, self.slots = [q_heads, kv_heads, kv_heads], cache, slots
         self.norm, self.head_norm, self.table = randn(hidden), randn(128), torch.randn(8192, 128, device="cuda")
         self.qkv, self.output = randn((q_heads + 2 * kv_heads) * 128, hidden) / 32, randn(hidden, q_heads * 128) / 32
         self.gate_up, self.down = randn(2 * inner, hidden) / 32, randn(hidden, inner) / 32
@@ -144,18 +144,19 @@ class Layer:
 
     def __call__(self) -> Tensor | Unscaled:
         """As the worker launches it: what the layer before left to what it leaves."""
-        x = self._add(self._attend(linear(self.normed, self.qkv)), self.output, self.gate_up, True)
+        x = self._add(self.attend(linear(self.normed, self.qkv)), self.output, self.gate_up, True)
         return self._add(gated_linear(x, self.gate_up), self.down, self.qkv, False)
 
     def library(self) -> Tensor:
         """With the library's products: 9 kernels or, where attention rotates, 8, and what cuBLAS adds."""
-        x = self._attend(F.linear(add_rms_norm(self.x, self.residual, self.norm, 1e-6), self.qkv))
+        x = self.attend(F.linear(add_rms_norm(self.x, self.residual, self.norm, 1e-6), self.qkv))
         x = add_rms_norm(F.linear(x, self.output), self.residual, self.norm, 1e-6)
         return F.linear(silu_and_mul(F.linear(x, self.gate_up)), self.down)
 
-    def _attend(self, qkv: Tensor) -> Tensor:
-        cache, counts = self.cache, [self.q_heads, self.kv_heads, self.kv_heads]
-        q, k, v = qkv.view(len(qkv), -1, 128).split(counts, dim=1)
+    def attend(self, qkv: Tensor) -> Tensor:
+        """The rotation, the store and attention, in one launch or two."""
+        q, k, v = qkv.view(len(qkv), -1, 128).split(self.counts, dim=1)
+        cache = self.cache
         places = self.positions, self.table, self.locations, cache.k, cache.v
         read, norms = (cache.page_table, self.slots, cache.lengths, 128**-0.5), (self.head_norm, self.head_norm)
         if rotates_within(q, cache.k, self.table, cache.page_table):
@@ -183,7 +184,7 @@ class ExpertLayer(Layer):
         self.normed = randn(len(self.x), self.x.shape[1])
 
     def __call__(self) -> Tensor:
-        x = add_rms_norm(linear(self._attend(linear(self.normed, self.qkv)), self.output), self.residual, self.norm, 1e-6)
+        x = add_rms_norm(linear(self.attend(linear(self.normed, self.qkv)), self.output), self.residual, self.norm, 1e-6)
         linear(x, self.router)
         return moe_add_norm(x, *self.experts, self.logits, self.choices, True, self.residual, self.norm, 1e-6)
 

@@ -1,121 +1,102 @@
 """How decode attention of few rows is cut, for the shapes of models: `python -m benchmarks tune-attention`.
 
-What a layer gains or loses by attention is seen between its neighbours, so the QKV product, the rotation, attention and the output's
-product are timed as one chain, the rotation apart and within. The fastest is written to the table of this GPU (`kernels/tuning_*.json`).
+What attention gains or loses is seen in whole layers, with the rotation apart and within: what it holds while its neighbours start and end
+counts. What makes them fastest is written to the table of this GPU (`kernels/tuning_*.json`).
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.candidates import shape_of
-from benchmarks.kernels import PAGE_SIZE, KVCache
-from benchmarks.launches import DTYPE, L2_BYTES, Launch, randn, time_launches
+from benchmarks.kernels import PAGE_SIZE
+from benchmarks.launches import DTYPE, randn
 from benchmarks.report import Report, Value
-from benchmarks.tuning import PROCESSES, RenewedTable, compilers
-from kernels.decode_attention import Config, config, decode_attention_triton
-from kernels.linear import linear
-from kernels.rope import rope_and_store
-from kernels.rotated_attention import rotated_attention_triton
+from benchmarks.tune_layers import GAIN, TURNS, layers_of, time_layers
+from benchmarks.tuning import PROCESSES, RenewedTable
+from kernels.compilation import compile_noted, noting
+from kernels.decode_attention import Config, config
 from shared.errors import ConfigError
 
-ROWS = (1, 2, 4, 8, 16, 24, 32)
-LENGTHS = (1024, 1152)
-TURNS, REPLAYS = 3, 10
+# Shares by rows: as many as there are, since programs without one keep the next kernel from starting early.
+SHARES = {1: (4, 6, 9, 32), 2: (3, 4, 6, 9), 4: (3, 4, 6, 9), 8: (2, 3, 4, 6), 16: (1, 2, 3, 4), 24: (1, 2, 3), 32: (1, 2, 3), 64: (1, 2)}
 TILES = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (32, 4, 3))  # positions, warps, stages
-MANY_ROWS = 16  # from which other tiles than the first are tried, and shares by number
-MAX_POSITIONS = 4096  # of the page table: no more than rows that an entry leaves whole can have
+MANY_ROWS = 8  # from which other tiles than the first are tried
+WHOLE_POSITIONS, CUT = 1536, 4  # a row of more than these is cut in so many shares where shorter ones are whole
+NEAREST = 3
 TOLERANCE = 3e-2
-
-
-class Chain:
-    """Attention as it is in a layer, with `copies` of weights and cache, which no cache of the GPU holds together."""
-
-    def __init__(self, hidden: int, q_heads: int, kv_heads: int, head_size: int, rows: int) -> None:
-        self.copies = max(2, min(16, L2_BYTES // (rows * 2000 * kv_heads * head_size) + 1))
-        self.cache = KVCache(rows, kv_heads, head_size, *LENGTHS, self.copies, MAX_POSITIONS)
-        self.counts, self.head_size = [q_heads, kv_heads, kv_heads], head_size
-        self.x, self.norm = randn(rows, hidden), randn(head_size)
-        self.angles = torch.randn(MAX_POSITIONS, head_size, device="cuda")
-        self.qkv = [randn(sum(self.counts) * head_size, hidden) / hidden**0.5 for _ in range(self.copies)]
-        self.output = [randn(hidden, q_heads * head_size) / hidden**0.5 for _ in range(self.copies)]
-        self.positions, slots = self.cache.lengths - 1, self.cache.slots.long()
-        pages = self.cache.page_table[slots, (self.positions // PAGE_SIZE).long()].long()
-        self.locations = pages * PAGE_SIZE + self.positions % PAGE_SIZE
-
-    def __call__(self, copy: int, tuned: Config) -> Tensor:
-        cache, norms = self.cache, (self.norm, self.norm)
-        q, k, v = linear(self.x, self.qkv[copy]).view(len(self.x), -1, self.head_size).split(self.counts, dim=1)
-        places = self.positions, self.angles, self.locations[copy], cache.k, cache.v
-        read = cache.page_table, cache.slots[copy], cache.lengths, self.head_size**-0.5
-        if tuned.rotates:
-            y = rotated_attention_triton(q, k, v, *places, *read, None, *norms, tuned=tuned)
-        else:
-            y = decode_attention_triton(rope_and_store(q, k, v, *places, *norms), cache.k, cache.v, *read, tuned=tuned)
-        return linear(y.flatten(1), self.output[copy])
-
-    def us(self, tuned: Config) -> float:
-        launches: list[Launch] = [partial(self, copy, tuned) for copy in range(self.copies)]
-        return time_launches(launches, REPLAYS).median_us
 
 
 def tune_attention(models: Sequence[str], rows: Sequence[int], out: Path) -> Report:
     """Needs a GPU. Raises ConfigError without one."""
     if not torch.cuda.is_available():
         raise ConfigError("attention is tuned on a GPU, and none is here")
-    with compilers() as pool:
-        list(pool.map(partial(_compile_some, tuple(models), tuple(rows)), range(PROCESSES)))
-    renewed, device, lines = RenewedTable(out), torch.device("cuda", 0), list[Sequence[Value]]()
+    renewed, lines = RenewedTable(out), list[Sequence[Value]]()
     for model, count in product(models, rows):
-        shape = shape_of(model)
-        heads = shape.heads, shape.kv_heads, shape.head_dim
-        chain, before = Chain(shape.hidden_size, *heads, count), config(device, DTYPE, count, *heads, MAX_POSITIONS)
-        tried = [each for each in dict.fromkeys([before, *_candidates(count, before)]) if _fits(chain, each, before)]
-        turns = [[chain.us(each) for each in tried] for _ in range(TURNS)]
-        times = [min(each) for each in zip(*turns, strict=True)]
-        best = tried[times.index(min(times))]
-        renewed.put("decode_attention", "x".join(map(str, heads)), count, [*best])
-        print(f"{model} M={count}: {times[0]:.1f} us by {[*before]}, {min(times):.1f} by {[*best]}", flush=True)
-        lines.append((model, count, times[0], str([*before]), min(times), str([*best])))
+        before, before_us, best, best_us = _decide(model, count, renewed)
+        print(f"{model} M={count}: layer {before_us:.2f} us by {[*before]}, {best_us:.2f} by {[*best]}", flush=True)
+        lines.append((model, count, before_us, str([*before]), best_us, str([*best])))
         renewed.write()
     return Report(
         name="tune-attention",
-        columns=("model", "rows", "before us", "configuration", "us", "configuration now"),
+        columns=("model", "rows", "layer before us", "configuration", "layer us", "configuration now"),
         rows=lines,
         notes=(f"the table is in {renewed.path}: copy it to kernels/",),
     )
 
 
-def _candidates(rows: int, before: Config) -> Iterator[Config]:
-    """The rules' shares with more and fewer tiles at least, so that long rows are cut in more; of many rows one to three shares."""
-    for least, rotates in product((2, 3, 4, 5, 6), (0, 1)):
-        yield Config(*TILES[0], before.splits, least, rotates)
-    if rows >= MANY_ROWS:
-        for tiles, splits, rotates in product(TILES, (1, 2, 3), (0, 1)):
-            yield Config(*tiles, splits, 2, rotates)
+def candidates(rows: int) -> Iterator[Config]:
+    """For the least number of rows that SHARES has and that is not below these."""
+    shares = next((each for most, each in SHARES.items() if rows <= most), (1,))
+    for (block, warps, stages), splits, rotates in product(TILES if rows >= MANY_ROWS else TILES[:1], shares, (0, 1)):
+        most, least_tiles = (splits, 2) if splits > 1 else (CUT, WHOLE_POSITIONS // block)
+        yield Config(block, warps, stages, most, least_tiles, rotates)
 
 
-def _fits(chain: Chain, tuned: Config, before: Config) -> bool:
-    """Whether it runs; one that computes something else than what was there before is told of and left out."""
-    try:
-        y = chain(0, tuned)
-    except OutOfResources:
-        return False
-    right = torch.allclose(y, chain(0, before), rtol=TOLERANCE, atol=TOLERANCE)
-    if not right:
-        print(f"WRONG: {tuned} of {len(y)} rows", flush=True)
-    return right
+def _decide(model: str, rows: int, renewed: RenewedTable) -> tuple[Config, float, Config, float]:
+    """Puts the best into the table: what was there before, and what is now, with the times of a layer."""
+    shape = shape_of(model)
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    renewed.serve()
+    layers = layers_of(model, rows)
+    positions = layers[0].cache.page_table.shape[1] * PAGE_SIZE
+    before = config(torch.device("cuda", 0), DTYPE, rows, *heads, positions)
 
+    def put(tuned: Config) -> None:
+        renewed.put("decode_attention", "x".join(map(str, heads)), rows, [*tuned])
+        renewed.serve()
 
-def _compile_some(models: Sequence[str], rows: Sequence[int], first: int) -> None:
-    """Every PROCESSES-th kernel from `first` on, into the cache that all processes share."""
-    kernels = [(model, tiles, splits, rotates) for model in models for tiles in TILES for splits in (1, 2, 3) for rotates in (0, 1)]
-    for model, tiles, splits, rotates in kernels[first::PROCESSES]:
-        shape = shape_of(model)
-        tuned = Config(*tiles, splits, 2, rotates)
-        _fits(Chain(shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, rows[0]), tuned, tuned)
+    def us(tuned: Config) -> float:
+        put(tuned)
+        return time_layers(layers)
+
+    tried = list(dict.fromkeys([before, *candidates(rows)]))
+    with noting() as noted:
+        for tuned in tried:
+            put(tuned)
+            layers[0]()
+    compile_noted(noted, torch.device("cuda", 0), PROCESSES, lambda share: None)
+    qkv = randn(rows, sum(layers[0].counts) * shape.head_dim)
+    put(before)
+    expected = layers[0].attend(qkv)
+    fitting = []
+    for tuned in tried:
+        put(tuned)
+        try:
+            y = layers[0].attend(qkv)
+        except OutOfResources:
+            continue
+        if torch.allclose(y, expected, rtol=TOLERANCE, atol=TOLERANCE):
+            fitting.append(tuned)
+        else:
+            print(f"WRONG: {tuned} of {rows} rows", flush=True)
+    nearest = sorted(fitting, key=us)[:NEAREST]
+    turns = [[us(tuned) for tuned in (before, *nearest)] for _ in range(TURNS)]
+    before_us, *others_us = map(min, zip(*turns, strict=True))
+    fastest = others_us.index(min(others_us))
+    best, best_us = (nearest[fastest], others_us[fastest]) if others_us[fastest] < GAIN * before_us else (before, before_us)
+    put(best)
+    return before, before_us, best, best_us

@@ -54,7 +54,7 @@ class LayerTuner:
         """
         self.renewed.serve()
         starts = before, choices_of(self.model, self.rows)
-        layers, lines = _layers(self.model, self.rows), list[Sequence[Value]]()
+        layers, lines = layers_of(self.model, self.rows), list[Sequence[Value]]()
 
         def us(choices: Choices) -> float:
             self._put(choices)
@@ -106,7 +106,8 @@ def time_layers(layers: Sequence[Layer]) -> float:
     return time_launches([*layers], REPLAYS).median_us
 
 
-def _layers(model: str, rows: int) -> list[Layer]:
+def layers_of(model: str, rows: int) -> list[Layer]:
+    """With weights and caches of their own."""
     shape = shape_of(model)
     cache = KVCache(rows, shape.kv_heads, shape.head_dim, *LENGTHS, COPIES)
     sizes = rows, shape.hidden_size, shape.heads, shape.kv_heads, shape.intermediate_size, cache

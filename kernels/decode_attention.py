@@ -91,8 +91,8 @@ class Config(NamedTuple):
 def config(device: torch.device, dtype: torch.dtype, rows: int, q_heads: int, kv_heads: int, head_size: int, positions: int) -> Config:
     """By the table of the GPU, or by rules for shapes and rows that it has not; positions: the most that the page table can hold."""
     found = entry_for(entries(device, dtype, "decode_attention", f"{q_heads}x{kv_heads}x{head_size}"), rows)
-    tuned = Config(*found) if found else None
-    if tuned and (tuned.splits > 1 or positions <= WHOLE_POSITIONS):
+    if found:
+        tuned = Config(*found)
         return tuned._replace(splits=max(min(tuned.splits, positions // LEAST_POSITIONS), 1))
     plain = cut_in(choose_splits(rows, kv_heads, positions, device), head_size, dtype.itemsize)
     alone, rotates = rows == 1, 1 < rows <= FEW_ROWS and q_heads <= FEW_QUERIES * kv_heads
@@ -108,7 +108,6 @@ def cut_in(splits: int, head_size: int, element_bytes: int) -> Config:
 
 MAX_SPLITS = 32
 LEAST_POSITIONS = 128  # of a share, where the page table is full
-WHOLE_POSITIONS = 4096  # of a row that an entry leaves whole: the others would wait for a longer one
 FEW_ROWS, FEW_QUERIES = 16, 4  # heads of a KV head
 CHUNK_OF_WARP = 2048  # elements of shares that a warp puts together at a time: 64 registers a thread
 NO_WINDOW = 2**31 - 1

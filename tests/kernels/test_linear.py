@@ -84,7 +84,7 @@ def test_widened_linear_is_not_rounded(rows, columns, size, tuned, dtype):
 def test_widened_linear_takes_the_kernel_for_the_rows_of_an_entry(table):
     table["linear"] = {"40x256": {"8": [16, 16, 64, 1, 4, 2, 0]}}
     rows = randn(9, 512, seed=1, dtype=torch.float16)
-    x, weight = rows[:, 128:384], randn(40, 256, seed=2, dtype=torch.float16)
+    x, weight = rows[:, 128:384], randn(40, 256, seed=2, dtype=torch.float16) / 16
     assert widened_linear(x[:8], weight).equal(widened_linear_triton(x[:8], weight, Config(16, 16, 64, 1, 4, 2, 0)))
     assert_near(widened_linear(x[:8], weight), x[:8].double() @ weight.double().T, ulps=64)  # half precision is 2**13 times coarser
     assert config("linear", DEVICE, torch.float16, 9, 40, 256) is None
