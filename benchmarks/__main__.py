@@ -338,7 +338,7 @@ def _allreduce(
 @app.command("tune")
 def _tune(
     model: Model = MODELS,
-    rows: Annotated[list[int], typer.Option(min=1, max=64, help="Most rows of an entry; repeatable.")] = list(tune.ROWS),  # noqa: B006
+    rows: Annotated[list[int], typer.Option(min=1, max=256, help="Most rows of an entry; repeatable.")] = list(tune.ROWS),  # noqa: B006
     tensor_parallel_size: Annotated[list[int], typer.Option(min=1, help="Ranks of a group, whose shares are tuned; repeatable.")] = [1],  # noqa: B006
     limit_s: Annotated[float, typer.Option(min=1, help="When to stop; what is not reached stays as it is.")] = 600.0,
     out: Out = OUT,

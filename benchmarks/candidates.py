@@ -12,7 +12,7 @@ from benchmarks.launches import DTYPE
 from benchmarks.workload import config_file
 from kernels.launch import cdiv
 from kernels.library import is_lt_faster
-from kernels.linear import Config, config
+from kernels.linear import MAX_ROWS, Config, config
 from services.worker.engine.roofline import Shape
 from shared.errors import ConfigError
 
@@ -104,7 +104,9 @@ def shape_of(model: str) -> Shape:
 
 
 def candidates(each: Product, rows: int) -> list[Config]:
-    """What could be fast: grids that fill the GPU once to a few times, tiles with enough loads in flight."""
+    """What could be fast: grids that fill the GPU once to a few times, tiles with enough loads in flight. None for more than MAX_ROWS."""
+    if rows > MAX_ROWS:
+        return []
     vectors = _vector_candidates(each) if rows == 1 else ()
     tiles = _tile_candidates(each, rows) if rows > 1 or each.is_small else ()
     return [*vectors, *tiles, *_tall_candidates(each, rows)]
@@ -139,9 +141,12 @@ def _tile_candidates(each: Product, rows: int) -> Iterator[Config]:
 def _tall_candidates(each: Product, rows: int) -> Iterator[Config]:
     """64 or 128 columns on the tall side, where a warp group multiplies them from shared memory, and 8 rows are no more than 8."""
     steps = ((64, 3), (64, 4), (64, 6), (128, 3), (128, 5), (256, 3), (512, 3))
-    for row_block, columns, splits, (inner, stages) in product((8, 16, 32, 64), (64, 128), SPLITS, steps):
-        if row_block in (max(8, rows), max(16, rows)):
-            yield from _filling(each, Config(row_block, columns, inner, splits, 4 if columns == 64 else 8, stages, 0, weights_first=1))
+    for row_block, columns, splits, (inner, stages) in product((8, 16, 32, 64, 128), (64, 128), SPLITS, steps):
+        many = row_block == 128  # for which a warp group's registers are too few, and two groups' with twice the columns to add up
+        if row_block in (max(8, rows), max(16, rows)) and not (many and columns == 128 and splits > 1):
+            yield from _filling(
+                each, Config(row_block, columns, inner, splits, 8 if many or columns == 128 else 4, stages, 0, weights_first=1)
+            )
 
 
 def _filling(each: Product, tuned: Config) -> Iterator[Config]:

@@ -27,7 +27,7 @@ from kernels.linear import Config
 from kernels.tuning import Table
 from shared.errors import ConfigError
 
-ROWS = (1, 8, 16, 32, 64)
+ROWS = (1, 8, 16, 32, 64, 128, 256)  # of 256 layers choose between the library's two
 GAIN = 0.98  # of the library's time, that a configuration must stay below
 ROUGH_REPLAYS, FINE_REPLAYS, FINALISTS = 4, 20, 4
 

@@ -24,7 +24,7 @@ from kernels.library import library_linear
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
 from kernels.tuning import entries, entry_for
 
-MAX_ROWS = 64  # of a product that the kernel is considered for
+MAX_ROWS = 128  # of a product that the kernel is considered for
 # Asked for before the wait: what memory gives while the kernel before ends and this one begins. Programs that start later need not ask.
 AHEAD_BYTES = 8 << 20
 

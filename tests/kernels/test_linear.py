@@ -29,6 +29,7 @@ CASES = [
     (20, 64, 128, Config(32, 32, 32, 4, 4, 2, 1)),
     (37, 70, 128, Config(16, 32, 64, 1, 4, 3, 2)),
     (64, 128, 192, Config(64, 32, 64, 2, 4, 3, 0)),
+    (100, 48, 64, Config(128, 64, 32, 1, 8, 3, 0, weights_first=1, width=40)),
     (5, 72, 128, Config(8, 64, 32, 2, 4, 2, 1, weights_first=1)),
     (5, 75, 160, Config(8, 64, 32, 3, 4, 2, 1, weights_first=1, width=38)),  # narrow tiles, and shares of two steps, two and one
     (3, 70, 160, Config(16, 32, 32, 4, 4, 2, 2, width=17)),  # the last share is empty
