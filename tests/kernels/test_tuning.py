@@ -36,6 +36,12 @@ def test_nothing_is_borrowed_where_this_triton_measured_all(tables: tuning.Table
     assert borrowed(DEVICE) == {}
 
 
+def test_which_of_the_librarys_products_is_faster_is_borrowed_from_no_triton(tables: tuning.Tables) -> None:
+    tables |= {"3.1.0": {"16 bits": {"library": {"64x1024": {"8": [1]}}}}}
+    assert entries(DEVICE, torch.float16, "library", "64x1024") == {"8": [1]}
+    assert borrowed(DEVICE) == {}
+
+
 def test_types_of_other_sizes_have_entries_of_their_own(tables: tuning.Tables) -> None:
     tables |= {OWN: {"16 bits": {"linear": {"64x1024": {"1": ONE}}}, "32 bits": {"linear": {"64x1024": {"1": TWO}}}}}
     found = [linear.config("linear", DEVICE, dtype, 1, 64, 1024) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
