@@ -18,7 +18,7 @@ from benchmarks.report import Report, Value
 from benchmarks.tune_layers import GAIN, TURNS, layers_of, time_layers
 from benchmarks.tuning import PROCESSES, RenewedTable
 from kernels.compilation import compile_noted, noting
-from kernels.decode_attention import Config, config
+from kernels.decode_splits import Config, config
 from shared.errors import ConfigError
 
 # Shares by rows: as many as there are, since programs without one keep the next kernel from starting early.

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from benchmarks.launches import DTYPE
-from kernels import decode_attention, linear
+from kernels import decode_splits, linear
 from kernels.library import is_lt_faster
 from kernels.tuning import bits, entries, file_name, tables
 
@@ -41,7 +41,7 @@ class RenewedTable:
         """Has the operations of this process take what is in `entries` now."""
         device = torch.device("cuda", 0)
         tables(device).update(self._tables)
-        for cached in (entries, linear.config, decode_attention.config, is_lt_faster):
+        for cached in (entries, linear.config, decode_splits.config, is_lt_faster):
             cached.cache_clear()
 
     def write(self) -> None:

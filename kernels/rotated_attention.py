@@ -14,17 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode_attention import (
-    NO_WINDOW,
-    Config,
-    attend_tiles,
-    config,
-    cut,
-    decode_attention_torch,
-    leave_share,
-    page_ids,
-    share_of,
-)
+from kernels.decode_attention import NO_WINDOW, attend_tiles, decode_attention_torch, leave_share, page_ids, share_of
+from kernels.decode_splits import Config, config, cut
 from kernels.launch import counters, pdl_options
 from kernels.rope import rope_and_store_torch
 

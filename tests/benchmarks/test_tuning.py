@@ -12,7 +12,7 @@ from benchmarks import tune_layers
 from benchmarks.candidates import products
 from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tuning import RenewedTable
-from kernels import decode_attention, library, linear, moe, tuning
+from kernels import decode_splits, library, linear, moe, tuning
 from kernels.moe_grouped import GroupedConfig
 
 GPU = torch.device("cuda", 0)
@@ -23,7 +23,7 @@ EXPERTS = GroupedConfig(16, 32, 256, 4, 3, 0, 0, 0), GroupedConfig(16, 64, 128, 
 @pytest.fixture
 def kernels_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where the tables stand that are read; of a GPU that is not here."""
-    remembered = (tuning.tables, tuning.entries, tuning.borrowed, linear.config, library.is_lt_faster, decode_attention.config, moe.config)
+    remembered = (tuning.tables, tuning.entries, tuning.borrowed, linear.config, library.is_lt_faster, decode_splits.config, moe.config)
     for each in remembered:
         each.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X1")

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.driver import Driver, admission, int32s, spec
-from kernels.decode_attention import config
+from kernels.decode_splits import config
 from kernels.tuning import tables
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.features import VARIANTS, Feature

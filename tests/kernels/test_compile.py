@@ -26,6 +26,7 @@ from kernels import (
     all_reduce,
     counts,
     decode_attention,
+    decode_splits,
     early_end,
     embedding,
     fixed_linear,
@@ -189,7 +190,7 @@ def tuned_attention(path: Path) -> None:
         q_heads, kv_heads, head_size = map(int, shape.split("x"))
         cache, norm, angles = zeros(4, 16, kv_heads, head_size), zeros(head_size), zeros(9, head_size, dtype=torch.float32)
         for rows, entry in entries.items():
-            tuned, (q, k, v) = decode_attention.Config(*entry), zeros(3, int(rows), q_heads, head_size)
+            tuned, (q, k, v) = decode_splits.Config(*entry), zeros(3, int(rows), q_heads, head_size)
             read = int32(4, 512), int32(int(rows)), int32(int(rows)), 0.1
             if tuned.rotates:
                 places = int32(int(rows)), angles, zeros(int(rows), dtype=torch.int64), cache, cache
@@ -333,7 +334,7 @@ def test_compiles_within_registers_and_shared_memory(
     monkeypatch.setattr(JITFunction, "run", note)
     for module in (launch, moe, prefill_attention, prefill_attention_hopper):
         monkeypatch.setattr(module, "capability", lambda device: divmod(capability, 10))
-    monkeypatch.setattr(decode_attention, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_splits, "multiprocessors", lambda device: 132)
     operations(*arguments)
 
     assert noted

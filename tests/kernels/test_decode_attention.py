@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.decode_attention import Config, choose_splits, config, decode_attention, decode_attention_torch, decode_attention_triton
+from kernels.decode_attention import decode_attention, decode_attention_torch, decode_attention_triton
 from kernels.rope import rope_and_store
 from tests.kernels.paged import PagedCache, attention
 from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, implementations, randn
@@ -56,31 +56,6 @@ def test_a_row_of_length_zero_gives_zeros(implementation):
 def test_no_rows(implementation):
     cache, none = PagedCache([20], 2, 64, 16, torch.float32), torch.zeros(0, dtype=torch.int32, device=DEVICE)
     assert implementation(randn(0, 4, 64, seed=1), cache.k_cache, cache.v_cache, cache.page_table, none, none, 0.1).shape == (0, 4, 64)
-
-
-def configured(rows: int, positions: int, dtype: torch.dtype = torch.bfloat16) -> Config:
-    return config(torch.device("cuda", 0), dtype, rows, 16, 8, 128, positions)
-
-
-def test_rows_are_cut_as_the_table_says_within_what_they_can_hold(table, monkeypatch):
-    monkeypatch.setattr("kernels.decode_attention.multiprocessors", lambda device: 132)
-    table["decode_attention"] = {"16x8x128": {"8": [64, 4, 2, 6, 5, 1], "32": [32, 4, 3, 4, 48, 0]}}
-    assert configured(8, 8192) == Config(64, 4, 2, 6, 5, 1)
-    assert [configured(5, positions).splits for positions in (256, 100)] == [2, 1]
-    assert configured(9, 2048) == Config(32, 4, 3, 4, 48)
-    assert configured(33, 2048) == Config(64, 4, 2, 2, 3)
-    assert configured(8, 8192, torch.float32) == Config(16, 4, 2, 6, 3, 1)
-
-
-def test_one_row_alone_is_cut_finest_and_does_not_rotate_within(table, monkeypatch):
-    monkeypatch.setattr("kernels.decode_attention.multiprocessors", lambda device: 132)
-    assert configured(1, 8192) == Config(64, 4, 2, 32, 2, 0)
-    assert configured(2, 8192) == Config(64, 4, 2, 24, 3, 1)
-
-
-@pytest.mark.parametrize("rows, least, splits", [(1, 1, 2), (1, 4, 4), (3, 1, 1), (64, 4, 4), (2**14, 4, 1)])
-def test_a_row_is_cut_by_what_the_device_has_room_for_and_the_least(rows, least, splits):
-    assert choose_splits(rows, 8, 8192, torch.device("cpu"), least) == splits
 
 
 @pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference is not split")

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.decode_attention import choose_splits, decode_attention
+from kernels.decode_attention import decode_attention
+from kernels.decode_splits import choose_splits
 from kernels.prefill_attention import Config, prefill_attention, prefill_attention_triton
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
