@@ -12,7 +12,8 @@ from benchmarks.launches import DTYPE
 from benchmarks.workload import config_file
 from kernels.launch import cdiv
 from kernels.library import is_lt_faster
-from kernels.linear import MAX_ROWS, Config, config
+from kernels.linear import MAX_ROWS, config
+from kernels.skinny_linear import Config
 from services.worker.engine.roofline import Shape
 from shared.errors import ConfigError
 

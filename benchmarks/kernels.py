@@ -22,10 +22,10 @@ from benchmarks.report import Report, Value
 from benchmarks.slot_cases import logprob_cases, penalty_cases, sampling_cases, state_cases
 from kernels.decode_attention import decode_attention
 from kernels.embedding import embedding
-from kernels.linear import Unscaled, begins_norm, gated_linear, linear, linear_add_norm
+from kernels.linear import begins_norm, gated_linear, linear, linear_add_norm
 from kernels.moe import moe, moe_add_norm
 from kernels.prefill_attention import prefill_attention
-from kernels.rms_norm import add_rms_norm
+from kernels.rms_norm import Unscaled, add_rms_norm
 from kernels.rope import rope_and_store
 from kernels.rotated_attention import rotated_attention, rotates_within
 from kernels.routing import route

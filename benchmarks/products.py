@@ -11,9 +11,9 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.candidates import Product
 from benchmarks.launches import DTYPE, L2_BYTES, time_launches
-from kernels.linear import Config, Unscaled, gated_linear_triton, linear_triton, widened_linear_triton
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import Unscaled, rms_norm
 from kernels.silu_and_mul import silu_and_mul
+from kernels.skinny_linear import Config, gated_linear_triton, linear_triton, widened_linear_triton
 
 MAX_WEIGHT_BYTES = 2**30  # of the rotating copies
 TOLERANCE = 3e-2

@@ -23,7 +23,7 @@ from benchmarks.report import Report, Value
 from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tune_norms import Around, around_norm, compile_around, decide_norm
 from benchmarks.tuning import PROCESSES, RenewedTable, compilers
-from kernels.linear import Config
+from kernels.skinny_linear import Config
 from kernels.tuning import Table
 from shared.errors import ConfigError
 

@@ -13,7 +13,7 @@ from benchmarks.kernels import ExpertLayer, KVCache, Layer
 from benchmarks.launches import time_launches
 from benchmarks.report import Value
 from benchmarks.tuning import RenewedTable
-from kernels.linear import Config
+from kernels.skinny_linear import Config
 
 PASSES = 2  # over the products of a layer
 COPIES = 8  # of a layer, whose weights and caches memory holds

@@ -1,4 +1,4 @@
-"""Times the two products around a norm: with its kernel between them, and without it (`kernels.linear`)."""
+"""Times the two products around a norm: with its kernel between them, and without it (`kernels.skinny_linear`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,8 +13,9 @@ from benchmarks.candidates import Join, reading_ahead
 from benchmarks.launches import DTYPE, time_launches
 from benchmarks.products import EPS, Inputs, ours
 from benchmarks.report import Value
-from kernels.linear import Config, config_of, gated_linear_torch, linear_add_norm_triton, linear_torch, linear_triton
+from kernels.linear import config_of, gated_linear_torch, linear_torch
 from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.skinny_linear import Config, linear_add_norm_triton, linear_triton
 from kernels.tuning import Table
 
 REPLAYS = 20

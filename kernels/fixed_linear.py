@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import cdiv, next_power_of_2, pdl_options
-from kernels.linear import activated
+from kernels.skinny_linear import activated
 
 ROW_TILES = 8  # that share the columns' weights in the cache: programs are numbered through these first
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.launch import cdiv, next_power_of_2, pdl_options, prefetch
-from kernels.linear import add_product
 from kernels.routing import assign_triton
+from kernels.skinny_linear import add_product
 from kernels.weighted_sum import weighted_sum_triton
 
 MOST_RANKED_TOKENS = 256  # beyond them a program for each expert, reading all logits, takes longer than two kernels

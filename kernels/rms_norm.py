@@ -1,11 +1,21 @@
 """RMSNorm, alone and fused with the residual addition before it. T tokens, D normalised size."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import cdiv, next_power_of_2, pdl_options
+
+
+class Unscaled(NamedTuple):
+    """Rows of an RMSNorm that lack its division by their root mean square: what reads them makes up for it (`kernels.linear`)."""
+
+    rows: Tensor  # [T, D]: times the norm's weight
+    squares: Tensor  # [T, P] float32: of the rows before that, summed over each of P parts
+    eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """What was measured to run fastest on a GPU: `tuning_NAME.json` beside this, written by `python -m benchmarks tune`, `tune-library`,
 `tune-attention` and `tune-experts`.
 
-    {TRITON: {"16 bits": {"linear": {"COLUMNSxSIZE": {"ROWS": [a linear.Config]}}, "gated_linear": the same,
+    {TRITON: {"16 bits": {"linear": {"COLUMNSxSIZE": {"ROWS": [a skinny_linear.Config]}}, "gated_linear": the same,
                           "library": {"COLUMNSxSIZE": {"ROWS": [1] where cuBLASLt is faster than cuBLAS}},
                           "decode_attention": {"QUERY_HEADSxKV_HEADSxHEAD_SIZE": {"ROWS": [a decode_splits.Config]}},
                           "moe": {"EXPERTSxCHOICESxHIDDENxINNER": {"TOKENS": [a moe.Config]}}}}}

@@ -14,9 +14,10 @@ from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tuning import RenewedTable
 from kernels import decode_splits, library, linear, moe, tuning
 from kernels.moe_grouped import GroupedConfig
+from kernels.skinny_linear import Config
 
 GPU = torch.device("cuda", 0)
-ONE, TWO = linear.Config(1, 8, 1024, 1, 4, 1, 0, reads_unscaled=1), linear.Config(1, 8, 512, 1, 4, 1, 0)
+ONE, TWO = Config(1, 8, 1024, 1, 4, 1, 0, reads_unscaled=1), Config(1, 8, 512, 1, 4, 1, 0)
 EXPERTS = GroupedConfig(16, 32, 256, 4, 3, 0, 0, 0), GroupedConfig(16, 64, 128, 4, 4, 1, 0, 1)
 
 
@@ -61,7 +62,7 @@ def test_a_layer_takes_the_products_that_are_fastest_together(
 ) -> None:
     """A layer whose time is made up: its second product is fastest by a configuration that loses alone, its last by cuBLASLt."""
     qkv, output, gate_up, down = shapes = products("Qwen3-0.6B")
-    old, alone, together = (linear.Config(8, 64, 128, splits, 4, 3, 0, weights_first=1) for splits in (1, 2, 4))
+    old, alone, together = (Config(8, 64, 128, splits, 4, 3, 0, weights_first=1) for splits in (1, 2, 4))
     (kernels_folder / "tuning_nvidia_x1.json").write_text(
         json.dumps({triton.__version__: {"16 bits": {"linear": {qkv.shape: {"8": [*old]}}}}})
     )

@@ -31,7 +31,6 @@ from kernels import (
     embedding,
     fixed_linear,
     launch,
-    linear,
     logprobs,
     mailboxes,
     moe,
@@ -45,6 +44,7 @@ from kernels import (
     rotated_attention,
     sampling,
     silu_and_mul,
+    skinny_linear,
     tuning,
     weighted_sum,
 )
@@ -65,7 +65,7 @@ DTYPE_NAMES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
-TABLES = sorted(Path(linear.__file__).parent.glob("tuning_*.json"))
+TABLES = sorted(Path(tuning.__file__).parent.glob("tuning_*.json"))
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BFLOAT16 = torch.bfloat16
 OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion", "launch_pdl")  # of a launch: how it is compiled
@@ -232,13 +232,13 @@ def biased_products(columns: int, size: int) -> None:
     """One of each kind: a row without tensor cores, in one step and in several, and tiles of 16, 32 and 64 rows, with shares."""
     x, weight, bias = zeros(64, size), zeros(2 * columns, size), zeros(2 * columns)
     for tuned in (
-        linear.Config(1, 8, 1024, 1, 4, 1, 0),
-        linear.Config(1, 8, 512, 2, 4, 3, 1),
-        linear.Config(16, 16, 256, 2, 4, 3, 4),
-        linear.Config(32, 32, 128, 1, 4, 5, 0),
-        linear.Config(64, 64, 128, 1, 8, 3, 8),
+        skinny_linear.Config(1, 8, 1024, 1, 4, 1, 0),
+        skinny_linear.Config(1, 8, 512, 2, 4, 3, 1),
+        skinny_linear.Config(16, 16, 256, 2, 4, 3, 4),
+        skinny_linear.Config(32, 32, 128, 1, 4, 5, 0),
+        skinny_linear.Config(64, 64, 128, 1, 8, 3, 8),
     ):
-        linear.linear_triton(x[: tuned.row_block], weight[:columns], bias, tuned)
+        skinny_linear.linear_triton(x[: tuned.row_block], weight[:columns], bias, tuned)
 
 
 def tuned_products(path: Path) -> None:
@@ -246,18 +246,18 @@ def tuned_products(path: Path) -> None:
     for operation, shape, entries in measured(path, "linear", "gated_linear"):
         columns, size = map(int, shape.split("x"))
         for rows, entry in filter(itemgetter(1), entries.items()):
-            tuned, x, norm = linear.Config(*entry), zeros(int(rows), size), zeros(columns)
+            tuned, x, norm = skinny_linear.Config(*entry), zeros(int(rows), size), zeros(columns)
             assert tuned.width <= tuned.column_block
             weight = torch.empty(columns, size, dtype=BFLOAT16)
-            read = linear.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
+            read = rms_norm.Unscaled(x, zeros(int(rows), 256, dtype=torch.float32), 1e-6) if tuned.reads_unscaled else x
             if operation == "gated_linear":
-                linear.gated_linear_triton(read, torch.empty(2 * columns, size, dtype=BFLOAT16), None, tuned)
+                skinny_linear.gated_linear_triton(read, torch.empty(2 * columns, size, dtype=BFLOAT16), None, tuned)
             elif columns > 32_768:  # a rank's head
-                linear.widened_linear_triton(x, weight, tuned)
+                skinny_linear.widened_linear_triton(x, weight, tuned)
             elif tuned.reads_unscaled:
-                linear.linear_triton(read, weight, None, tuned)
+                skinny_linear.linear_triton(read, weight, None, tuned)
             else:
-                linear.linear_add_norm_triton(x, weight, None, zeros(int(rows), columns), norm, 1e-6, tuned)
+                skinny_linear.linear_add_norm_triton(x, weight, None, zeros(int(rows), columns), norm, 1e-6, tuned)
 
 
 def fixed_products() -> None:

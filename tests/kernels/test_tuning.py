@@ -9,6 +9,7 @@ import triton
 
 from kernels import linear, moe, tuning
 from kernels.moe_grouped import GroupedConfig
+from kernels.skinny_linear import Config
 from kernels.tuning import borrowed, entries
 from tests.kernels.support import DEVICE
 
@@ -26,7 +27,7 @@ def test_what_another_triton_found_serves_where_this_one_has_nothing(tables: tun
     tables |= {OWN: linears(rows_1=ONE), others[0]: linears(rows_1=TWO, rows_8=TWO, rows_16=TWO), others[1]: linears(rows_8=THREE)}
     assert entries(DEVICE, torch.bfloat16, "linear", "64x1024") == {"1": ONE, "8": THREE, "16": TWO}
     assert borrowed(DEVICE) == {"linear 64x1024": ", ".join(sorted(others))}
-    assert linear.config("linear", DEVICE, torch.bfloat16, 5, 64, 1024) == linear.Config(*THREE)
+    assert linear.config("linear", DEVICE, torch.bfloat16, 5, 64, 1024) == Config(*THREE)
 
 
 def test_nothing_is_borrowed_where_this_triton_measured_all(tables: tuning.Tables) -> None:
@@ -45,7 +46,7 @@ def test_which_of_the_librarys_products_is_faster_is_borrowed_from_no_triton(tab
 def test_types_of_other_sizes_have_entries_of_their_own(tables: tuning.Tables) -> None:
     tables |= {OWN: {"16 bits": {"linear": {"64x1024": {"1": ONE}}}, "32 bits": {"linear": {"64x1024": {"1": TWO}}}}}
     found = [linear.config("linear", DEVICE, dtype, 1, 64, 1024) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    assert found == [linear.Config(*each) for each in (ONE, ONE, TWO)]
+    assert found == [Config(*each) for each in (ONE, ONE, TWO)]
     assert linear.config("linear", DEVICE, torch.float64, 1, 64, 1024) is None
 
 

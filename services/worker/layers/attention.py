@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from kernels.linear import Unscaled
+from kernels.rms_norm import Unscaled
 from kernels.rotated_attention import rotates_within
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from kernels.linear import Unscaled
+from kernels.rms_norm import Unscaled
 from services.worker.distributed.communicator import Communicator
 from services.worker.layers.backends import Backends
 from services.worker.weights.shards import Shard

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Set
 
 from torch import Tensor, nn
 
-from kernels.linear import Unscaled
+from kernels.rms_norm import Unscaled
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import MergedColumnLinear, RowLinear, gate_up_linear, rows, share
 from services.worker.layers.norm import RMSNorm

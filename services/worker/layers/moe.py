@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import Tensor, nn
 
-from kernels.linear import Unscaled
+from kernels.rms_norm import Unscaled
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import ALL, MergedColumnLinear, ReplicatedLinear, rows, share
 from services.worker.layers.norm import RMSNorm

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from kernels.linear import Unscaled, begins_norm, linear_add_norm
-from kernels.rms_norm import rms_norm
+from kernels.linear import begins_norm, linear_add_norm
+from kernels.rms_norm import Unscaled, rms_norm
 from services.worker.distributed.communicator import Communicator
 from services.worker.layers.linear import ALL, MergedColumnLinear, RowLinear
 from services.worker.weights.shards import Shard

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from kernels.linear import Unscaled
+from kernels.rms_norm import Unscaled
 from services.worker.engine.batch import Batch
 from services.worker.kvcache import LayerCache
 from services.worker.layers.attention import Attention
