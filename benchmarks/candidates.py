@@ -42,6 +42,11 @@ class Product:
         return f"{self.columns}x{self.size}"
 
     @property
+    def library_shape(self) -> str:
+        """Of the product that the library computes: the gate's and the up projection's are one."""
+        return f"{self.weight_rows}x{self.size}"
+
+    @property
     def weight_rows(self) -> int:
         return self.columns * (2 if self.gated else 1)
 

@@ -24,7 +24,6 @@ from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tune_norms import Around, around_norm, compile_around, decide_norm
 from benchmarks.tuning import PROCESSES, RenewedTable, compilers
 from kernels.skinny_linear import Config
-from kernels.tuning import Table
 from shared.errors import ConfigError
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)  # of 256 layers choose between the library's two
@@ -113,7 +112,7 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
             for final in finals:
                 if time.monotonic() > deadline:
                     break
-                line, fastest[final.product, count] = _decide(final, renewed.entries)
+                line, fastest[final.product, count] = _decide(final, renewed)
                 lines.append(line)
             renewed.write()
             decided = {final.product for final in finals}
@@ -137,19 +136,18 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
     )
 
 
-def _decide(final: Finals, tuned_table: Table) -> tuple[Sequence[Value], list[Config]]:
+def _decide(final: Finals, renewed: RenewedTable) -> tuple[Sequence[Value], list[Config]]:
     """Times the finalists and the library, and writes the winner into the table; a line of the report, and the fastest few."""
     each, count, configs = final
     inputs = Inputs(each, count)
     times, library_us, shape = inputs.timed(configs, FINE_REPLAYS), inputs.us(None, FINE_REPLAYS), each.shape
-    entries = tuned_table.setdefault(each.operation, {}).setdefault(shape, {})
-    entries[str(count)] = []
+    renewed.put(each.operation, shape, count, [])
     if not times:
         return (each.operation, shape, count, library_us, None, "library", each.weight_bytes / library_us / 1e6, None), []
     ours_us, tuned = times[0]
     won = ours_us < GAIN * library_us
     if won:
-        entries[str(count)] = list(tuned)
+        renewed.put(each.operation, shape, count, list(tuned))
     rate, found = each.weight_bytes / min(ours_us, library_us) / 1e6, str([*tuned])
     print(f"{each.operation} {shape} M={count}: library {library_us:.2f}, ours {ours_us:.2f} us, {found}", flush=True)
     line = each.operation, shape, count, library_us, ours_us, "ours" if won else "library", rate, found

@@ -15,7 +15,7 @@ from benchmarks.candidates import shape_of
 from benchmarks.kernels import PAGE_SIZE
 from benchmarks.launches import DTYPE, randn
 from benchmarks.report import Report, Value
-from benchmarks.tune_layers import GAIN, TURNS, layers_of, time_layers
+from benchmarks.tune_layers import GAIN, beside, layers_of, time_layers
 from benchmarks.tuning import PROCESSES, RenewedTable
 from kernels.compilation import compile_noted, noting
 from kernels.decode_splits import Config, config
@@ -93,10 +93,8 @@ def _decide(model: str, rows: int, renewed: RenewedTable) -> tuple[Config, float
             fitting.append(tuned)
         else:
             print(f"WRONG: {tuned} of {rows} rows", flush=True)
-    nearest = sorted(fitting, key=us)[:NEAREST]
-    turns = [[us(tuned) for tuned in (before, *nearest)] for _ in range(TURNS)]
-    before_us, *others_us = map(min, zip(*turns, strict=True))
-    fastest = others_us.index(min(others_us))
-    best, best_us = (nearest[fastest], others_us[fastest]) if others_us[fastest] < GAIN * before_us else (before, before_us)
+    before_us, best, best_us = beside(before, fitting, us, NEAREST)
+    if best_us >= GAIN * before_us:
+        best, best_us = before, before_us
     put(best)
     return before, before_us, best, best_us

@@ -4,9 +4,9 @@ A product that wins alone may lose in a layer, where it counts what it holds whi
 between two of them has a kernel of its own. So a layer's products are gone through in turn, each with the others as the table has them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from benchmarks.candidates import Product, joins, products, shape_of
 from benchmarks.kernels import ExpertLayer, KVCache, Layer
@@ -33,6 +33,7 @@ class Choice(NamedTuple):
 
 
 Choices = dict[Product, Choice]
+T = TypeVar("T")
 
 
 def choices_of(model: str, rows: int) -> Choices:
@@ -70,16 +71,13 @@ class LayerTuner:
             begun = dict(now)
             for each in begun:
                 tried = dict.fromkeys([before[each], *self._choices(each, finalists.get(each, ()))])
-                nearest = sorted(tried, key=partial(us_with, each))[:NEAREST]
-                turns = [[us_with(each, choice) for choice in (now[each], *nearest)] for _ in range(TURNS)]
-                now_us, *others_us = map(min, zip(*turns, strict=True))
-                best = others_us.index(min(others_us))
-                won = nearest[best] != now[each] and others_us[best] < GAIN * now_us
-                print(f"  {each.shape}: {now_us:.2f} us by {now[each]}, {others_us[best]:.2f} by {nearest[best]}", flush=True)
+                now_us, best, best_us = beside(now[each], tried, partial(us_with, each), NEAREST)
+                won = best != now[each] and best_us < GAIN * now_us
+                print(f"  {each.shape}: {now_us:.2f} us by {now[each]}, {best_us:.2f} by {best}", flush=True)
                 kind, winner = f"layer of {self.model}", "taken" if won else "kept"
-                lines.append((kind, each.shape, self.rows, now_us, others_us[best], winner, None, str(nearest[best])))
+                lines.append((kind, each.shape, self.rows, now_us, best_us, winner, None, str(best)))
                 if won:
-                    now[each] = nearest[best]
+                    now[each] = best
             if now == begun:
                 break
         now_us = min(us(now) for _ in range(TURNS))
@@ -95,8 +93,16 @@ class LayerTuner:
     def _put(self, choices: Choices) -> None:
         for each, (tuned, is_lt) in choices.items():
             self.renewed.put(each.operation, each.shape, self.rows, list(tuned or ()))
-            self.renewed.put("library", f"{each.weight_rows}x{each.size}", self.rows, [1] if is_lt else [])
+            self.renewed.put("library", each.library_shape, self.rows, [1] if is_lt else [])
         self.renewed.serve()
+
+
+def beside(now: T, others: Iterable[T], us: Callable[[T], float], finalists: int) -> tuple[float, T, float]:
+    """What `now` takes, and the fastest of the others with its time: of all, timed once, the fastest few are timed in turns with it."""
+    nearest = sorted(others, key=us)[:finalists]
+    turns = [[us(each) for each in (now, *nearest)] for _ in range(TURNS)]
+    now_us, *others_us = map(min, zip(*turns, strict=True))
+    return now_us, nearest[others_us.index(min(others_us))], min(others_us)
 
 
 def time_layers(layers: Sequence[Layer]) -> float:

@@ -10,13 +10,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.candidates import Product, products
-from benchmarks.launches import DTYPE
 from benchmarks.products import Inputs
 from benchmarks.report import Report, Value
 from benchmarks.tuning import RenewedTable
 from kernels.library import preferring
-from kernels.linear import MAX_ROWS, config
-from kernels.tuning import Table
+from kernels.linear import MAX_ROWS
 from shared.errors import ConfigError
 
 ROWS = (8, 16, 32, 64, 128, 256)
@@ -30,7 +28,7 @@ def tune_library(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int
         raise ConfigError("the library's products are measured on a GPU, and none is here")
     renewed = RenewedTable(out)
     shapes = dict.fromkeys(each for size in ranks for model in models for each in products(model, size))
-    lines = [_decide(each, count, renewed.entries) for each in shapes for count in rows]
+    lines = [_decide(each, count, renewed) for each in shapes for count in rows]
     renewed.write()
     return Report(
         name="tune-library",
@@ -40,10 +38,9 @@ def tune_library(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int
     )
 
 
-def _decide(each: Product, rows: int, table: Table) -> Sequence[Value]:
+def _decide(each: Product, rows: int, renewed: RenewedTable) -> Sequence[Value]:
     """A line of the report; what was found is in the table."""
-    inputs, device = Inputs(each, rows), torch.device("cuda", 0)
-    tuned = config(each.operation, device, DTYPE, rows, each.columns, each.size)
+    inputs, tuned = Inputs(each, rows), each.config(rows)
     times_us, lt_times_us = [], []
     for _ in range(TURNS):
         with preferring("cublas"):
@@ -52,7 +49,7 @@ def _decide(each: Product, rows: int, table: Table) -> Sequence[Value]:
             lt_times_us.append(inputs.us(None, REPLAYS))
     us, lt_us = min(times_us), min(lt_times_us)
     won, without = lt_us < GAIN * us, "cuBLAS" if tuned is None else "ours"
-    table.setdefault("library", {}).setdefault(f"{each.weight_rows}x{each.size}", {})[str(rows)] = [1] if won else []
+    renewed.put("library", each.library_shape, rows, [1] if won else [])
     if won and rows <= MAX_ROWS:
-        table.setdefault(each.operation, {}).setdefault(each.shape, {})[str(rows)] = []
+        renewed.put(each.operation, each.shape, rows, [])
     return each.operation, each.shape, rows, without, us, lt_us, "cuBLASLt" if won else without

@@ -40,13 +40,18 @@ def rope_and_store(
     On a GPU positions and locations must not come from the kernel just before: they are read ahead of its end.
     Raises ValueError for other strides and for a cache that is not contiguous.
     """
+    check_strides(q, k, v, k_cache, v_cache)
+    if not q.is_cuda:
+        return rope_and_store_torch(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps, query_scale)
+    return rope_and_store_triton(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps, query_scale, heads)
+
+
+def check_strides(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises ValueError for heads whose last dimension is not contiguous, and for a cache that is not."""
     if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
         raise ValueError(f"the last dimension of q, k and v must be contiguous, got strides {q.stride()}, {k.stride()}, {v.stride()}")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError(f"the caches must be contiguous [P, N, K, H], got strides {k_cache.stride()} and {v_cache.stride()}")
-    if not q.is_cuda:
-        return rope_and_store_torch(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps, query_scale)
-    return rope_and_store_triton(q, k, v, positions, table, locations, k_cache, v_cache, q_norm, k_norm, eps, query_scale, heads)
 
 
 def rope_and_store_torch(

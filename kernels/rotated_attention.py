@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.decode_attention import NO_WINDOW, attend_tiles, decode_attention_torch, leave_share, page_ids, share_of
 from kernels.decode_splits import Config, config, cut
 from kernels.launch import counters, pdl_options
-from kernels.rope import rope_and_store_torch
+from kernels.rope import check_strides, rope_and_store_torch
 
 
 def rotates_within(q: Tensor, k_cache: Tensor, table: Tensor, page_table: Tensor) -> bool:
@@ -56,10 +56,7 @@ def rotated_attention(
     On a GPU positions, locations, slots, lengths and page_table must not come from the kernel just before.
     Raises ValueError for strides that rope_and_store does not take, a cache that is not contiguous, and another table.
     """
-    if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
-        raise ValueError(f"the last dimension of q, k and v must be contiguous, got strides {q.stride()}, {k.stride()}, {v.stride()}")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(f"the caches must be contiguous [P, N, K, H], got strides {k_cache.stride()} and {v_cache.stride()}")
+    check_strides(q, k, v, k_cache, v_cache)
     if table.shape[1] != q.shape[2]:
         raise ValueError(f"all {q.shape[2]} dimensions of a head must rotate, got a table of {table.shape[1]}")
     implementation = rotated_attention_triton if q.is_cuda else rotated_attention_torch
