@@ -10,9 +10,7 @@ import torch
 import triton
 
 from benchmarks.launches import DTYPE
-from kernels import decode_splits, linear
-from kernels.library import is_lt_faster
-from kernels.tuning import bits, entries, file_name, tables
+from kernels.tuning import bits, file_name, forget, tables
 
 PROCESSES = 14  # that compile at the same time
 
@@ -39,10 +37,8 @@ class RenewedTable:
 
     def serve(self) -> None:
         """Has the operations of this process take what is in `entries` now."""
-        device = torch.device("cuda", 0)
-        tables(device).update(self._tables)
-        for cached in (entries, linear.config, decode_splits.config, is_lt_faster):
-            cached.cache_clear()
+        tables(torch.device("cuda", 0)).update(self._tables)
+        forget()
 
     def write(self) -> None:
         self.path.write_text(json.dumps(self._tables, indent=1, sort_keys=True) + "\n")

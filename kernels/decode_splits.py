@@ -4,14 +4,13 @@ B rows, Q and K query and KV heads of this rank, H head size. All of this is cho
 begins and ends is chosen by the lengths, on the device: `share_of` in `kernels.decode_attention`.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.launch import MAX_COUNTERS, multiprocessors, next_power_of_2
-from kernels.tuning import entries, entry_for
+from kernels.tuning import entries, entry_for, remembered
 
 MAX_SPLITS = 32
 LEAST_POSITIONS = 128  # of a share, where the page table is full
@@ -28,7 +27,7 @@ class Config(NamedTuple):
     rotates: int = 0  # 1: `kernels.rotated_attention` is faster than the rotation and `kernels.decode_attention`
 
 
-@functools.cache
+@remembered
 def config(device: torch.device, dtype: torch.dtype, rows: int, q_heads: int, kv_heads: int, head_size: int, positions: int) -> Config:
     """By the table of the GPU, or by rules for shapes and rows that it has not; positions: the most that the page table can hold."""
     found = entry_for(entries(device, dtype, "decode_attention", f"{q_heads}x{kv_heads}x{head_size}"), rows)

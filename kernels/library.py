@@ -1,7 +1,6 @@
 """The library's products, by cuBLAS or by cuBLASLt, whose rules choose other kernels: a table says where the second is faster."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.tuning import entries, entry_for
+from kernels.tuning import entries, entry_for, remembered
 
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,7 +33,7 @@ def preferring(library: Literal["cublas", "cublaslt"]) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-@functools.cache
+@remembered
 def is_lt_faster(device: torch.device, dtype: torch.dtype, rows: int, columns: int, size: int) -> bool:
     """By the entry for the least measured number of rows that is not below `rows`; never for more, which tensor cores bind."""
     return bool(entry_for(entries(device, dtype, "library", f"{columns}x{size}"), rows))

@@ -4,7 +4,6 @@ M rows, N columns (outputs), K inner size. An RMSNorm between two products of fe
 which reads Unscaled rows, ends it.
 """
 
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +14,7 @@ from kernels.library import library_linear
 from kernels.rms_norm import Unscaled
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
 from kernels.skinny_linear import Config, gated_linear_triton, linear_add_norm_triton, linear_triton, widened_linear_triton
-from kernels.tuning import entries, entry_for
+from kernels.tuning import entries, entry_for, remembered
 
 MAX_ROWS = 128  # of a product that the kernel is considered for
 
@@ -98,7 +97,7 @@ def _product(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None) -> Tenso
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
-@functools.cache
+@remembered
 def config(operation: str, device: torch.device, dtype: torch.dtype, rows: int, columns: int, size: int) -> Config | None:
     """None: the library's product is to run."""
     if not 0 < rows <= MAX_ROWS:

@@ -6,7 +6,6 @@ number t * C + c is the c-th expert of token t.
 How the products of the experts run is in `moe_grouped`, their sum in `weighted_sum`; with what tiles, in the table of the GPU.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +16,7 @@ from kernels.launch import HOPPER, capability
 from kernels.moe_grouped import GroupedConfig, expert_results_triton, moe_grouped_triton
 from kernels.rms_norm import add_rms_norm_torch
 from kernels.routing import route_torch
-from kernels.tuning import entries, entry_for
+from kernels.tuning import entries, entry_for, remembered
 from kernels.weighted_sum import weighted_sum_add_norm_triton
 
 Config = tuple[GroupedConfig, GroupedConfig]  # for gate and up, and for down
@@ -104,7 +103,7 @@ def config_of(entry: Sequence[int]) -> Config:
     return GroupedConfig(*entry[:size]), GroupedConfig(*entry[size:])
 
 
-@functools.cache
+@remembered
 def config(device: torch.device, dtype: torch.dtype, tokens: int, choices: int, experts: int, hidden: int, inner: int) -> Config:
     """Of the table, the least entry for so many tokens or the greatest; without one, what fits every GPU of its kind."""
     found = entries(device, dtype, "moe", f"{experts}x{choices}x{hidden}x{inner}")

@@ -16,8 +16,9 @@ little, while a product without an entry takes up to four times as long. `borrow
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 import triton
@@ -27,6 +28,24 @@ FOLDER = resources.files("kernels")
 
 Table = dict[str, dict[str, dict[str, list[int]]]]
 Tables = dict[str, dict[str, Table]]  # by version and bits
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_forgetting: list[Callable[[], None]] = []
+
+
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """`functools.cache`, for what follows from the tables, until `forget`."""
+    cached = functools.cache(function)
+    _forgetting.append(cached.cache_clear)
+    return cast(Callable[P, R], cached)
+
+
+def forget() -> None:
+    """Has all that follows from the tables looked up anew: after they changed."""
+    for each in _forgetting:
+        each()
 
 
 def file_name(device_name: str) -> str:
@@ -49,7 +68,7 @@ def tables(device: torch.device) -> Tables:
     return read
 
 
-@functools.cache
+@remembered
 def entries(device: torch.device, dtype: torch.dtype, operation: str, shape: str) -> Mapping[str, list[int]]:
     """Of a shape, by size: those of the Triton that runs, and of other versions what it lacks."""
     found: dict[str, tuple[str, list[int]]] = {}
@@ -68,7 +87,7 @@ def entry_for(measured: Mapping[str, list[int]], size: int) -> list[int] | None:
     return None if least is None else measured[str(least)]
 
 
-@functools.cache
+@remembered
 def borrowed(device: torch.device) -> dict[str, str]:
     """Operations and shapes that this process has asked for and that have entries of other versions of Triton: which."""
     return {}

@@ -12,7 +12,7 @@ from benchmarks import tune_layers
 from benchmarks.candidates import products
 from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tuning import RenewedTable
-from kernels import decode_splits, library, linear, moe, tuning
+from kernels import linear, moe, tuning
 from kernels.moe_grouped import GroupedConfig
 from kernels.skinny_linear import Config
 
@@ -24,15 +24,14 @@ EXPERTS = GroupedConfig(16, 32, 256, 4, 3, 0, 0, 0), GroupedConfig(16, 64, 128, 
 @pytest.fixture
 def kernels_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where the tables stand that are read; of a GPU that is not here."""
-    remembered = (tuning.tables, tuning.entries, tuning.borrowed, linear.config, library.is_lt_faster, decode_splits.config, moe.config)
-    for each in remembered:
-        each.cache_clear()
+    tuning.tables.cache_clear()
+    tuning.forget()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X1")
     monkeypatch.setattr(tuning, "FOLDER", tmp_path / "kernels")
     (tmp_path / "kernels").mkdir()
     yield tmp_path / "kernels"
-    for each in remembered:
-        each.cache_clear()
+    tuning.tables.cache_clear()
+    tuning.forget()
 
 
 def test_a_renewed_table_is_read_back_beside_what_was_not_renewed(kernels_folder: Path, tmp_path: Path) -> None:
@@ -47,8 +46,8 @@ def test_a_renewed_table_is_read_back_beside_what_was_not_renewed(kernels_folder
     assert linear.config("linear", GPU, torch.bfloat16, 1, 64, 1024) == TWO  # until it is copied
 
     renewed.path.replace(kernels_folder / renewed.path.name)
-    for each in (tuning.tables, tuning.entries, tuning.borrowed, linear.config):
-        each.cache_clear()
+    tuning.tables.cache_clear()
+    tuning.forget()
     assert tuning.tables(GPU).keys() == {"3.1.0", triton.__version__}
     assert tuning.tables(GPU)["3.1.0"] == before["3.1.0"]
     assert linear.config("linear", GPU, torch.bfloat16, 1, 64, 1024) == ONE

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import triton
 
-from kernels import decode_splits, library, linear, moe, tuning
+from kernels import tuning
 from tests.kernels.support import INTERPRETED
 
 
@@ -21,13 +21,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuning.Tables]:
     """Those of every device, to be filled before anything asks for them; empty."""
     given: tuning.Tables = {}
-    remembered = (tuning.entries, tuning.borrowed, linear.config, library.is_lt_faster, decode_splits.config, moe.config)
-    for each in remembered:
-        each.cache_clear()
+    tuning.forget()
     monkeypatch.setattr(tuning, "tables", lambda device: given)
     yield given
-    for each in remembered:
-        each.cache_clear()
+    tuning.forget()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from benchmarks.driver import spec
-from kernels.tuning import borrowed
+from kernels.tuning import borrowed, forget
 from services.worker.engine.devices import check_gpu, communicator_of, device_of, dtype_of, tell_borrowed
 from services.worker.settings import WorkerSettings
 from shared.errors import ConfigError
@@ -58,7 +58,7 @@ def test_tiles_of_another_triton_are_told_of_once(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
     borrowed(CPU).update({"linear 64x1024": "3.1.0", "moe 4x2x64x32": "3.1.0"})
     tell_borrowed(CPU)
-    borrowed.cache_clear()
+    forget()
     (record,) = caplog.records
     found = f"tiles of 2 shapes were found with Triton 3.1.0 and {triton.__version__} runs here: "
     assert record.getMessage().startswith(found)
