@@ -33,6 +33,7 @@ class Case(NamedTuple):
 def time_launches(launches: Sequence[Launch], replays: int = REPLAYS) -> Time:
     """Microseconds of one launch; the list is repeated in one graph until it holds LAUNCHES."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still be making what the launches read
     with torch.cuda.stream(stream):
         for launch in launches:
             launch()  # compiles, and fills the allocator

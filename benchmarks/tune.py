@@ -23,6 +23,7 @@ from benchmarks.report import Report, Value
 from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tune_norms import Around, around_norm, compile_around, decide_norm
 from benchmarks.tuning import PROCESSES, RenewedTable, compilers
+from kernels.linear import MAX_ROWS
 from kernels.skinny_linear import Config
 from shared.errors import ConfigError
 
@@ -141,7 +142,8 @@ def _decide(final: Finals, renewed: RenewedTable) -> tuple[Sequence[Value], list
     each, count, configs = final
     inputs = Inputs(each, count)
     times, library_us, shape = inputs.timed(configs, FINE_REPLAYS), inputs.us(None, FINE_REPLAYS), each.shape
-    renewed.put(each.operation, shape, count, [])
+    if count <= MAX_ROWS:
+        renewed.put(each.operation, shape, count, [])
     if not times:
         return (each.operation, shape, count, library_us, None, "library", each.weight_bytes / library_us / 1e6, None), []
     ours_us, tuned = times[0]
