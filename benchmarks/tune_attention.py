@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 
 # Shares by rows: as many as there are, since programs without one keep the next kernel from starting early.
 SHARES = {1: (4, 6, 9, 32), 2: (3, 4, 6, 9), 4: (3, 4, 6, 9), 8: (2, 3, 4, 6), 16: (1, 2, 3, 4), 24: (1, 2, 3), 32: (1, 2, 3), 64: (1, 2)}
-TILES = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (32, 4, 3))  # positions, warps, stages
+TILES = ((64, 4, 2), (64, 4, 3), (64, 8, 3), (128, 8, 2), (32, 4, 3))  # positions, warps, stages
 MANY_ROWS = 8  # from which other tiles than the first are tried
 WHOLE_POSITIONS, CUT = 1536, 4  # a row of more than these is cut in so many shares where shorter ones are whole
 NEAREST = 3

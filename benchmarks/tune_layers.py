@@ -6,6 +6,7 @@ between two of them has a kernel of its own. So a layer's products are gone thro
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from statistics import mean
 from typing import NamedTuple, TypeVar
 
 from benchmarks.candidates import Product, joins, products, shape_of
@@ -19,7 +20,7 @@ from kernels.skinny_linear import Config
 PASSES = 2  # over the products of a layer
 COPIES = 8  # of a layer, whose weights and caches memory holds
 LENGTHS = (1024, 1152)
-REPLAYS, TURNS, NEAREST = 15, 3, 2
+REPLAYS, TURNS, NEAREST = 15, 5, 3  # a turn is a capture of its own: the same layers differ by some per cent from one to another
 GAIN = 0.997  # of the layer's time, that another choice must stay below
 
 
@@ -65,7 +66,7 @@ class LayerTuner:
         def us_with(each: Product, choice: Choice) -> float:
             return us({**now, each: choice})
 
-        times = [min(us(start) for _ in range(TURNS)) for start in starts]
+        times = [mean(us(start) for _ in range(TURNS)) for start in starts]
         now = dict(starts[times.index(min(times))])
         print(f"layer of {self.model}, M={self.rows}: before {times[0]:.2f} us, by the fastest products {times[1]:.2f}", flush=True)
         for _ in range(PASSES):
@@ -81,7 +82,7 @@ class LayerTuner:
                     now[each] = best
             if now == begun:
                 break
-        now_us = min(us(now) for _ in range(TURNS))
+        now_us = mean(us(now) for _ in range(TURNS))
         self._put(now)
         print(f"layer of {self.model}, M={self.rows}: {now_us:.2f} us", flush=True)
         return lines
@@ -103,7 +104,7 @@ def beside(now: T, others: Iterable[T], us: Callable[[T], float], finalists: int
     """What `now` takes, and the fastest of the others with its time: of all, timed once, the fastest few are timed in turns with it."""
     nearest = sorted(others, key=us)[:finalists]
     turns = [[us(each) for each in (now, *nearest)] for _ in range(TURNS)]
-    now_us, *others_us = map(min, zip(*turns, strict=True))
+    now_us, *others_us = map(mean, zip(*turns, strict=True))
     return now_us, nearest[others_us.index(min(others_us))], min(others_us)
 
 
