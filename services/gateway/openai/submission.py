@@ -15,6 +15,7 @@ from shared.protocol.generation_pb2 import Sampling, Submit
 from shared.protocol.plan import ids_to_bytes
 
 MAX_ID_DIGITS = 10
+MAX_QUOTED = 50  # characters of the client's input that a message repeats: a number may have thousands of digits
 MAX_PROMPT_TOKENS = 4 << 20  # of all choices of a request, 4 bytes each: every choice has a copy of its prompt
 TURN_TOKENS = 1 << 16  # of prompts, that are looked at before others get their turn: 3 ms
 MAX_LOGPROBS = 2_000_000  # values of one answer: each takes some hundred bytes in memory, and up to 60 of JSON
@@ -109,7 +110,8 @@ def _biases(asked: dict[str, float], model: Model) -> dict[int, float]:
     for key, value in asked.items():
         id_ = int(key) if key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS else -1
         if not 0 <= id_ < model.vocab_size:
-            raise InvalidRequest(f"logit_bias: {key[:50]!r} is no token id from 0 to {model.vocab_size - 1}", "logit_bias", "invalid_value")
+            message = f"logit_bias: {key[:MAX_QUOTED]!r} is no token id from 0 to {model.vocab_size - 1}"
+            raise InvalidRequest(message, "logit_bias", "invalid_value")
         biases[id_] = value
     return biases
 
@@ -119,11 +121,12 @@ def _completion_tokens(body: GenerationRequest, model: Model, prompt: list[int],
     room = model.max_length - len(prompt)
     wanted = room if max_tokens is None else max_tokens
     if room < (1 if max_tokens is None else max_tokens):
-        asked = f"{len(prompt)} tokens of prompt" + (f" and {wanted} of completion" if max_tokens else "")
+        asked = f"{len(prompt)} tokens of prompt" + (f" and {str(wanted)[:MAX_QUOTED]} of completion" if max_tokens else "")
         message = f"this model's context has {model.max_length} tokens, you asked for {asked}"
         raise InvalidRequest(message, param, "context_length_exceeded")
     if body.min_tokens > wanted:
-        raise InvalidRequest(f"min_tokens={body.min_tokens} is more than the {wanted} tokens at most", "min_tokens", "invalid_value")
+        message = f"min_tokens={str(body.min_tokens)[:MAX_QUOTED]} is more than the {wanted} tokens at most"
+        raise InvalidRequest(message, "min_tokens", "invalid_value")
     return wanted
 
 
@@ -140,4 +143,4 @@ def check_ids(param: str, ids: list[int], end: int) -> None:
     """Raises InvalidRequest for an id that is not below `end`: it has no row in the model's embedding or, in a prompt, means nothing."""
     if ids and not 0 <= min(ids) <= max(ids) < end:
         bad = next(each for each in ids if not 0 <= each < end)
-        raise InvalidRequest(f"token id {str(bad)[:50]} is not from 0 to {end - 1}", param, "invalid_value")
+        raise InvalidRequest(f"token id {str(bad)[:MAX_QUOTED]} is not from 0 to {end - 1}", param, "invalid_value")

@@ -338,6 +338,14 @@ def test_messages_quote_little_of_the_input() -> None:
         assert len(str(error.value)) < 400
 
 
+async def test_messages_quote_little_of_long_numbers(stack: Stack) -> None:
+    long = 10**4000
+    assert_error(await stack.chat(max_tokens=long), 400, "messages", "context_length_exceeded")
+    assert_error(await stack.complete(max_tokens=long), 400, "prompt", "context_length_exceeded")
+    assert_error(await stack.chat(min_tokens=long), 400, "min_tokens", "invalid_value")
+    assert_error(await stack.complete(prompt=[long]), 400, "prompt", "invalid_value")
+
+
 async def test_too_many_requests(start: Any) -> None:
     stack = await start(max_requests=1)
     release = asyncio.Event()
