@@ -8,7 +8,7 @@ from typing import NamedTuple
 from services.scheduler.requests import Key, Request
 from services.scheduler.tenants import Tenants
 
-SLACK = 64  # entries of removed requests that are left in the heaps, beside as many as there are requests
+SLACK = 64  # entries that are out of date and left in the heaps, beside as many as there are requests
 
 Rank = tuple[float, Key]  # by arrival, the same wherever the request waits, and again after a preemption
 _Entry = tuple[int, Rank, int, Request]  # (length or 0, rank, tie-breaker, request)
@@ -76,8 +76,7 @@ class WaitingQueue:
         self.tokens -= request.length
         self.changes += 1
         self._tenants.leave(request.tenant)
-        if self._entries > 2 * len(self._present) + SLACK:
-            self._rebuild()
+        self._tidy()
 
     def set_aside(self, request: Request) -> None:
         """It goes on to wait, and is not offered."""
@@ -88,6 +87,7 @@ class WaitingQueue:
         if request in self._aside:
             self._aside.remove(request)
             self._enter(request)
+            self._tidy()
 
     def drain(self) -> list[Request]:
         """Takes all, in order."""
@@ -116,7 +116,10 @@ class WaitingQueue:
         heapq.heappush(self._by_rank, (rank(request), next(self._pushed), request))
         self._entries += 1
 
-    def _rebuild(self) -> None:
+    def _tidy(self) -> None:
+        """Clears away what is out of date, once it is too much."""
+        if self._entries <= 2 * len(self._present) + SLACK:
+            return
         self._classes.clear()
         self._by_rank.clear()
         self._entries = 0

@@ -41,3 +41,13 @@ def test_cancelled_requests_leave_no_trace() -> None:
         queue.push(request)
         queue.remove(request)
     assert queue._entries <= 2 + SLACK + 1
+
+
+def test_a_request_that_is_passed_over_again_and_again_leaves_no_trace() -> None:
+    request = make_request(0, [1], 9)
+    queue = queue_of(request)
+    for _ in range(10_000):
+        queue.set_aside(request)
+        queue.put_back(request)
+    assert queue._entries <= 2 + SLACK + 1
+    assert queue.drain() == [request]
