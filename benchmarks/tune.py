@@ -125,7 +125,8 @@ def tune(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit
         pool.shutdown(cancel_futures=True)
     for count, model in product(rows, models if 1 in ranks else ()):
         if time.monotonic() > deadline:
-            break
+            print(f"layer of {model}, M={count}: no time to choose; its new entries are of the products that are fastest alone", flush=True)
+            continue
         finalists = {each: fastest[each, count] for each in products(model) if (each, count) in fastest}
         lines += LayerTuner(model, count, renewed).decide(before[model, count], finalists)
         renewed.write()

@@ -10,9 +10,10 @@ import triton
 
 from benchmarks import tune_layers
 from benchmarks.candidates import products
+from benchmarks.tune_attention import before_of
 from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tuning import RenewedTable
-from kernels import linear, moe, tuning
+from kernels import decode_splits, linear, moe, tuning
 from kernels.moe_grouped import GroupedConfig
 from kernels.skinny_linear import Config
 
@@ -54,6 +55,16 @@ def test_a_renewed_table_is_read_back_beside_what_was_not_renewed(kernels_folder
     assert linear.config("linear", GPU, torch.float16, 8, 64, 1024) == TWO
     assert moe.config(GPU, torch.bfloat16, 3, 2, 4, 64, 32) == EXPERTS
     assert tuning.borrowed(GPU) == {"linear 64x1024": "3.1.0"}
+
+
+def test_what_is_kept_of_attention_has_the_shares_of_long_rows(kernels_folder: Path) -> None:
+    """Though the rows that are timed have fewer."""
+    entry = [64, 4, 2, 32, 2, 0]
+    (kernels_folder / "tuning_nvidia_x1.json").write_text(
+        json.dumps({triton.__version__: {"16 bits": {"decode_attention": {"16x8x128": {"1": entry}}}}})
+    )
+    assert [*decode_splits.config(GPU, torch.bfloat16, 1, 16, 8, 128, 1152)] == [64, 4, 2, 9, 2, 0]
+    assert [*before_of(1, (16, 8, 128))] == entry
 
 
 def test_a_layer_takes_the_products_that_are_fastest_together(
