@@ -33,7 +33,7 @@ class KubernetesLease:
         self._namespace, self._name = namespace, name
         self._duration_s, self._renewal_s, self._tls = duration_s, renewal_s, tls
         self._address = ""
-        self._epoch = 0
+        self._epoch = self._asked = 0  # asked: the highest that we tried to write, whatever was answered
         self._told = ""
 
     async def acquire(self, address: str) -> int:
@@ -84,8 +84,8 @@ class KubernetesLease:
         try:
             while True:
                 lease = await self._read()
-                if (_epoch(lease), _annotation(lease, ADDRESS)) != (self._epoch, self._address):
-                    return  # it is not ours any more
+                if not self._is_ours(lease):
+                    return
                 if await self._write(lease, self._epoch, ""):  # else our last renewal arrived in between
                     return
         except UNREACHABLE as error:
@@ -93,9 +93,13 @@ class KubernetesLease:
 
     def _check(self, lease: client.V1Lease | None) -> None:
         """Raises SteppedDown when a higher epoch than ours is there, or ours in other hands."""
-        epoch, holder = _epoch(lease), _annotation(lease, ADDRESS)
-        if epoch > self._epoch or (epoch == self._epoch and holder != self._address):
-            raise SteppedDown(f"the scheduler at {holder or '(gone)'} leads now, with epoch {epoch}; ours was {self._epoch}")
+        if _epoch(lease) >= self._epoch and not self._is_ours(lease):
+            holder = _annotation(lease, ADDRESS) or "(gone)"
+            raise SteppedDown(f"the scheduler at {holder} leads now, with epoch {_epoch(lease)}; ours was {self._epoch}")
+
+    def _is_ours(self, lease: client.V1Lease | None) -> bool:
+        """Whether it was we who wrote it: perhaps just now, or with an answer that was lost."""
+        return _annotation(lease, ADDRESS) == self._address and _epoch(lease) <= self._asked
 
     async def _read(self) -> client.V1Lease | None:
         """None when there is none yet."""
@@ -107,7 +111,9 @@ class KubernetesLease:
             raise
 
     async def _write(self, before: client.V1Lease | None, epoch: int, address: str) -> bool:
-        """Whether it was still as before, and is now as told. An empty address gives it up."""
+        """Whether it was still as before, and is now as told, with an epoch that never falls. An empty address gives it up."""
+        epoch = max(epoch, _epoch(before))
+        self._asked = max(self._asked, epoch)
         now = datetime.datetime.now(datetime.UTC)
         annotations = {EPOCH: str(epoch), ADDRESS: address}
         metadata = client.V1ObjectMeta(name=self._name, annotations=annotations, resource_version=_version(before))

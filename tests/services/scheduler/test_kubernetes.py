@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from aiohttp import web
 from grpc_health.v1 import health, health_pb2_grpc
 from kubernetes.aio import client, config
 
@@ -132,6 +133,33 @@ async def test_without_the_api_server_the_leader_leads_on(server: ApiServer, lea
     await until(lambda: server.get("leases", "models", "lockstep") != renewed)
     assert written(server) == ("5", NOBODY)
     holding.cancel()
+
+
+async def test_a_write_whose_answer_is_lost_is_no_reason_to_step_down(
+    server: ApiServer, lease: Callable[[], KubernetesLease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, store = lease(), server._store
+
+    async def store_and_say_nothing(*object_: Any) -> Any:
+        await store(*object_)
+        raise web.HTTPGatewayTimeout
+
+    await first.acquire(NOBODY)
+    holding = asyncio.create_task(first.hold())
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "_store", store_and_say_nothing)
+        with pytest.raises(PeerLost, match="epoch 5 cannot be taken"):
+            await first.raise_epoch(5)
+    assert written(server) == ("5", NOBODY)
+    before = server.get("leases", "models", "lockstep")
+    await until(lambda: holding.done() or server.get("leases", "models", "lockstep") != before)
+    assert not holding.done()
+    assert written(server) == ("5", NOBODY)
+    await first.raise_epoch(6)
+    holding.cancel()
+    await asyncio.wait((holding,))
+    await first.release()
+    assert written(server) == ("6", "")
 
 
 async def test_a_lease_is_given_up_though_a_renewal_comes_in_between(server: ApiServer, lease: Callable[[], KubernetesLease]) -> None:
