@@ -18,6 +18,7 @@ from services.gateway.openai.schemas import GenerationRequest
 from services.gateway.openai.sending import JSON, json_response, to_json, unless_client_leaves
 from services.gateway.openai.service import Gateway
 from services.gateway.openai.sse import EventStream
+from services.gateway.openai.submission import stop_ids
 from shared.protocol.generation_pb2 import Submit
 
 
@@ -56,7 +57,7 @@ async def respond(
     echoes: Sequence[Echo] = (),
 ) -> Response:
     """The answer, once it is clear that there is one: what goes wrong before that is an HTTP error. echoes: of the prompts."""
-    shown = form.shown if body.skip_special_tokens else model.tokenizer.special_texts
+    shown = form.shown if body.skip_special_tokens else frozenset(model.tokenizer.special_ids)
     answer = _submit(body, model, messages, echoes, shown, request)
     try:
         if not body.stream:
@@ -79,7 +80,7 @@ def _submit(
     body: GenerationRequest, model: Model, messages: Sequence[Submit], echoes: Sequence[Echo], shown: frozenset[str], request: Request
 ) -> Answer:
     gateway, metrics = Gateway.of(request), request.state.metrics
-    terminal_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
+    terminal_ids = frozenset(stop_ids(body, model)) | (frozenset() if body.ignore_eos else model.eos_ids)
     wake = asyncio.Event()
     choices: list[Choice] = []
     try:

@@ -12,7 +12,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.model import Model
 from services.gateway.openai.schemas import GenerationRequest
 from shared.protocol.generation_pb2 import Sampling, Submit
-from shared.protocol.plan import ids_to_bytes
+from shared.protocol.plan import MAX_STOP_IDS, ids_to_bytes
 
 MAX_ID_DIGITS = 10
 MAX_QUOTED = 50  # characters of the client's input that a message repeats: a number may have thousands of digits
@@ -32,6 +32,10 @@ async def submits(
         message = f"the choices have {tokens} tokens of prompt together, at most {MAX_PROMPT_TOKENS} are taken: lower n"
         raise InvalidRequest(message, "n", "integer_above_max_value")
     check_ids("stop_token_ids", body.stop_token_ids, model.vocab_size)
+    stops = stop_ids(body, model)
+    if len(stops) > MAX_STOP_IDS:
+        message = f"stop and stop_token_ids name {len(stops)} tokens, at most {MAX_STOP_IDS} are taken"
+        raise InvalidRequest(message, "stop", "array_above_max_length")
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sampling = _sampling(body, model)
     samplings = [_seeded(sampling, choice_seed(seed, index)) for index in range(body.candidates)]
@@ -50,7 +54,7 @@ async def submits(
                 max_tokens=wanted,
                 min_tokens=body.min_tokens,
                 ignore_eos=body.ignore_eos,
-                stop_token_ids=ids_to_bytes(body.stop_token_ids),
+                stop_token_ids=ids_to_bytes(stops),
                 deadline_ms=max(int((request.state.deadline - asyncio.get_running_loop().time()) * 1000), 1),
                 tenant=request.state.tenant or None,
                 traceparent=request.state.traceparent or None,
@@ -65,6 +69,12 @@ async def submits(
             looked_at = 0
             await asyncio.sleep(0)
     return messages
+
+
+def stop_ids(body: GenerationRequest, model: Model) -> list[int]:
+    """Those asked for, and the special tokens among the stop strings: nothing shows their text, where a string would be looked for."""
+    special = [id_ for stop in body.stops if (id_ := model.tokenizer.special_ids.get(stop, model.vocab_size)) < model.vocab_size]
+    return list(dict.fromkeys((*body.stop_token_ids, *special)))
 
 
 def choice_seed(seed: int, index: int) -> int:

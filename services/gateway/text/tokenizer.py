@@ -59,7 +59,7 @@ class TextTokenizer:
         self.token_texts = TokenTexts(self._tokenizer, added)
         self._token_bytes = TokenBytes(self._tokenizer) if decoder_kinds(self._tokenizer) == {BYTE_LEVEL} else None
         self._prefix_length = len(self._tokenizer.encode("", add_special_tokens=True).ids)  # BOS, where it is put before a prompt
-        self.special_texts = frozenset(str(each) for each in added.values() if each.special)
+        self.special_ids = {str(each): id_ for id_, each in added.items() if each.special}
         self._plain = _without_added_tokens(self._tokenizer, control)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.known_ids = max(vocabulary.values()) + 1  # ids below may be tokens; models often have more, as padding

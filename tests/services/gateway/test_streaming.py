@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from services.gateway.metrics import RequestMetrics
+from shared.protocol.plan import ids_from_bytes
 from tests.processes import eventually_async
-from tests.services.gateway.conftest import EOS, Stack, events
+from tests.services.gateway.conftest import EOS, Stack, assert_error, events
 from tests.services.gateway.scripted_scheduler import ERROR, LENGTH, Script
 
 
@@ -180,6 +181,18 @@ async def test_stp_09_stop_token_ids_are_not_shown(stack: Stack) -> None:
     assert await stack.content(stop_token_ids=x, min_tokens=9) == "helloxhello"
     stack.plays(hello, x, step_s=0.01)
     assert await stack.content(stop_token_ids=x, max_tokens=len(hello) + 1) == "hellox"  # ended by length: it did not stop it
+
+
+async def test_a_special_token_may_be_a_stop_string(stack: Stack) -> None:
+    hello = stack.encode("hello")
+    stack.plays(hello, [1])  # as an engine that stops at this id
+    for fields in ({}, {"skip_special_tokens": False}, {"ignore_eos": True}):
+        assert await stack.content(stop=["<|im_start|>", "zz"], stop_token_ids=[5], **fields) == "hello"
+        assert ids_from_bytes(stack.scheduler.submits[-1].stop_token_ids).tolist() == [5, 1]
+    completion = (await stack.complete(stop="<|im_end|>", ignore_eos=True)).json()["choices"][0]
+    assert (completion["text"], completion["finish_reason"]) == ("hello", "stop")
+    assert ids_from_bytes(stack.scheduler.submits[-1].stop_token_ids).tolist() == [EOS]
+    assert_error(await stack.chat(stop="<|im_start|>", stop_token_ids=[*range(3, 19)]), 400, "stop", "array_above_max_length")
 
 
 async def test_ignored_eos_does_not_hold_text_back(stack: Stack) -> None:
