@@ -307,6 +307,17 @@ spec:
     {{- end }}
 {{- end -}}
 
+{{- /* Rules of egress to the API server, as YAML: none where no port is named, since a rule without ports would open all of them. */ -}}
+{{- define "lockstep.apiServer" -}}
+{{- with .Values.scheduler.apiServerPorts }}
+- ports:
+    {{- range . }}
+    - port: {{ . }}
+      protocol: TCP
+    {{- end }}
+{{- end }}
+{{- end -}}
+
 {{- /* A peer of a network policy: the pods of a component. */ -}}
 {{- define "lockstep.peer" -}}
 podSelector:

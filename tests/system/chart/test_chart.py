@@ -480,6 +480,14 @@ def test_policies_open_what_the_values_name(helm: Helm) -> None:
         assert names == [53, 5353], component  # the second is OpenShift's, which policies see behind its Service
 
 
+def test_a_policy_without_ports_of_the_api_server_opens_no_others(helm: Helm) -> None:
+    objects = helm.objects({"scheduler": {"apiServerPorts": []}, "monitoring": {"stack": {"enabled": True}}})
+    for component in ("scheduler", "prometheus"):
+        rules = of_kind(objects, "NetworkPolicy", component)["spec"]["egress"]
+        assert all(rule["ports"] for rule in rules), component  # a rule without any is about all ports
+        assert 6443 not in [port["port"] for port in egress_ports(objects, component)]
+
+
 def test_trials_run_where_gateways_may(helm: Helm) -> None:
     place = {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"operator": "Exists"}]}
     trials = [each["spec"] for each in helm.objects({"gateway": place}) if each["kind"] == "Pod"]
