@@ -81,6 +81,7 @@ class Choice:
         self.looked_at, self.is_behind = 0, False  # by the last `advance`: tokens one by one, and whether it has left some for the next
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
+        self._min_tokens = generation.submit.min_tokens  # that no stop string ends, as no id does
         self._terminal_ids = terminal_ids
         self._ids: list[int] = []  # taken and not shown: what the last turn has left, or a last id that is a terminal one
         self._echo = echo
@@ -164,7 +165,7 @@ class Choice:
             token_text = self._detokenizer.push([id_])
             if self._has_scores:
                 self._add_token(ScoredToken(id_, token_text, self.generation.scores[self.completion_tokens]))
-            text += self._matcher.push(token_text)
+            text += self._matcher.push(token_text, may_end=self.completion_tokens >= self._min_tokens)
             self._count_token()
             if self._matcher.matched:
                 self.finish_reason = "stop"

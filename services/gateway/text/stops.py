@@ -17,14 +17,17 @@ class StopMatcher:
         self._held = ""
         self.matched = False
 
-    def push(self, piece: str) -> str:
-        """The text that may be shown now. After a match, which sets `matched`: what stood before the stop string, and then nothing."""
+    def push(self, piece: str, may_end: bool = True) -> str:
+        """The text that may be shown now. After a match, which sets `matched`: what stood before the stop string, and then nothing.
+
+        may_end: whether a stop string that this piece completes is one, or text as any other.
+        """
         if self.matched or not self._stops:
             return "" if self.matched else piece
         text = self._held + piece
         for position, character in enumerate(piece, start=len(self._held) + 1):
             length = self._longest_completed(character)
-            if length:
+            if length and may_end:
                 self.matched, self._held = True, ""
                 return text[: position - length]
         shown = len(text) - max(self._states)

@@ -46,6 +46,12 @@ def test_the_first_stop_to_be_complete_ends_the_text(stops: list[str], pieces: l
     assert ("".join(shown), matched) == (expected, bool(ends))
 
 
+def test_what_is_no_end_yet_is_text() -> None:
+    matcher = StopMatcher(["aba"])
+    assert [matcher.push("xaba", may_end=False), matcher.push("b"), matcher.matched] == ["xab", "", False]
+    assert [matcher.push("a"), matcher.matched] == ["", True]  # the end of what was text has begun it
+
+
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), pieces=st.lists(st.text("ab", max_size=3), max_size=9)
 )

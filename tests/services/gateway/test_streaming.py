@@ -195,6 +195,17 @@ async def test_a_special_token_may_be_a_stop_string(stack: Stack) -> None:
     assert_error(await stack.chat(stop="<|im_start|>", stop_token_ids=[*range(3, 19)]), 400, "stop", "array_above_max_length")
 
 
+@pytest.mark.parametrize("tokens_a_step", [1, 100])
+async def test_no_stop_string_ends_an_answer_below_min_tokens(stack: Stack, tokens_a_step: int) -> None:
+    ids = stack.says("121212", tokens_a_step=tokens_a_step)
+    assert len(ids) == 6
+    for min_tokens, expected in ((0, "1"), (1, "1"), (2, "121"), (4, "12121"), (6, "121212")):
+        assert await stack.content(stop="2", min_tokens=min_tokens) == expected
+    assert (await stack.chat(stop="2", min_tokens=2)).json()["usage"]["completion_tokens"] == 4
+    assert await stack.content(stop="212", min_tokens=3) == "1"  # begun below, complete above
+    assert await stack.content(stop="212", min_tokens=4) == "121"
+
+
 async def test_ignored_eos_does_not_hold_text_back(stack: Stack) -> None:
     never = asyncio.Event()
     stack.plays([*stack.encode("hello"), EOS], never)
