@@ -24,8 +24,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- /* The head of an object: (dict "root" $ "component" "gateway" "name" optional "labels" optional "annotations" optional) */ -}}
 {{- define "lockstep.metadata" -}}
 metadata:
-  name: {{ .name | default (include "lockstep.name" .) }}
-  namespace: {{ .root.Release.Namespace }}
+  name: {{ .name | default (include "lockstep.name" .) | quote }}
+  namespace: {{ .root.Release.Namespace | quote }}
   {{- $labels := include "lockstep.selector" . | fromYaml }}
   {{- $_ := set $labels "app.kubernetes.io/part-of" "lockstep" }}
   {{- $_ := set $labels "app.kubernetes.io/version" .root.Chart.AppVersion }}

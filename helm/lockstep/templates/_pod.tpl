@@ -105,9 +105,9 @@ tolerations:
   httpGet:
     path: {{ .path }}
     port: admin
-  periodSeconds: {{ .probe.periodSeconds }}
-  timeoutSeconds: {{ .probe.timeoutSeconds }}
-  failureThreshold: {{ .probe.failureThreshold }}
+  periodSeconds: {{ .probe.periodSeconds | int }}
+  timeoutSeconds: {{ .probe.timeoutSeconds | int }}
+  failureThreshold: {{ .probe.failureThreshold | int }}
 {{- end -}}
 
 {{- define "lockstep.pod" -}}
@@ -116,12 +116,12 @@ tolerations:
 {{- $grace := include "lockstep.grace" . -}}
 enableServiceLinks: false
 automountServiceAccountToken: {{ .token | default false }}
-serviceAccountName: {{ include "lockstep.serviceAccount" . }}
+serviceAccountName: {{ include "lockstep.serviceAccount" . | quote }}
 terminationGracePeriodSeconds: {{ $grace }}
 {{- with $root.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- with .settings.podSecurityContext }}
@@ -129,10 +129,10 @@ securityContext:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .settings.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .settings.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- include "lockstep.placement" .settings }}
 {{- with .settings.affinity }}

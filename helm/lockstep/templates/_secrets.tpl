@@ -23,5 +23,5 @@ readOnly: true
 {{- define "lockstep.tlsVolume" -}}
 name: tls
 secret:
-  secretName: {{ .Values.tls.existingSecret }}
+  secretName: {{ .Values.tls.existingSecret | quote }}
 {{- end -}}

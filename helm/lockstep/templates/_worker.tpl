@@ -90,8 +90,8 @@ env: # a proxy and its certificate authorities are named in extraEnv
   - name: HF_TOKEN
     valueFrom:
       secretKeyRef:
-        name: {{ . }}
-        key: {{ $source.secretKey }}
+        name: {{ . | quote }}
+        key: {{ $source.secretKey | quote }}
   {{- end }}
 {{- include "lockstep.envFrom" (dict "settings" .Values.worker) }}
 {{- with .Values.worker.resources }}
@@ -122,9 +122,9 @@ volumeMounts:
     accessModes:
       {{- toYaml $cache.accessModes | nindent 6 }}
     {{- with $cache.storageClassName }}
-    storageClassName: {{ . }}
+    storageClassName: {{ . | quote }}
     {{- end }}
     resources:
       requests:
-        storage: {{ $cache.size }}
+        storage: {{ include "lockstep.string" $cache.size }}
 {{- end -}}

@@ -58,9 +58,11 @@ class Helm:
             raise Refused(done.stdout + done.stderr)
         return done.stdout
 
-    def template(self, values: Object | None = None, *, apis: tuple[str, ...] = APIS, release: str = "trial") -> str:
+    def template(
+        self, values: Object | None = None, *, apis: tuple[str, ...] = APIS, release: str = "trial", namespace: str = "models"
+    ) -> str:
         flags = [flag for api in apis for flag in ("--api-versions", api)]
-        return self.run("template", release, str(CHART), "--namespace", "models", "--kube-version", "1.33.0", *flags, values=values)
+        return self.run("template", release, str(CHART), "--namespace", namespace, "--kube-version", "1.33.0", *flags, values=values)
 
     def objects(self, values: Object | None = None, **options: Any) -> list[Object]:
         return [each for each in yaml.load_all(self.template(values, **options), StrictLoader) if each]

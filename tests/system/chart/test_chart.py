@@ -370,6 +370,39 @@ def test_k8s_10_values_reach_the_container_as_they_are(helm: Helm) -> None:
     check(objects)
 
 
+def test_k8s_10_names_and_numbers_stay_what_they_are(helm: Helm) -> None:
+    """A name may look like a number or a truth, and a large number must not look like a fraction."""
+    values = {
+        "imagePullSecrets": ["123", "registry.example.com"],
+        "auth": {"existingSecret": "3"},
+        "tls": {"existingSecret": "0x4"},
+        "gateway": {"priorityClassName": "5", "ingress": {"enabled": True, "className": "6", "tlsSecret": "7"}},
+        "scheduler": {"serviceAccount": {"name": "8"}},
+        "worker": {
+            "runtimeClassName": "9",
+            "compileCache": {"enabled": True, "storageClassName": "10", "size": 10_000_000_000},
+            "startupProbe": {"failureThreshold": 1_000_000},
+            "autoscaling": {"enabled": True, "type": "hpa"},
+        },
+        "model": {
+            "servedNames": ["a: b #c"],
+            "source": merged(HUB, {"huggingFace": {"existingSecret": "true", "secretKey": "12"}}),
+        },
+        "tests": {"keySecret": "13", "secretKey": "14"},
+        "monitoring": {"stack": {"enabled": True, "grafana": {"adminSecret": "15"}}},
+        "inferencePool": {"enabled": True, "endpointPicker": "16"},
+    }
+    objects = helm.objects(values, namespace="2026")
+    for each in objects:
+        assert each["metadata"]["namespace"] == "2026"
+        if each["kind"] != "InferencePool":
+            kubernetes_validate.validate(each, "1.33", strict=True)
+    assert of_kind(objects, "InferencePool")["spec"]["endpointPickerRef"]["name"] == "16"
+    assert of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failureThreshold"] == 1_000_000
+    secret = of_kind(helm.objects({"model": {"source": merged(HUB, {"huggingFace": {"token": "a", "secretKey": "true"}})}}), "Secret")
+    kubernetes_validate.validate(secret, "1.33", strict=True)
+
+
 def test_settings_win_over_what_the_chart_takes_from_the_pod(helm: Helm) -> None:
     objects = helm.objects({"worker": {"settings": {"group": "a"}}, "scheduler": {"settings": {"advertise_host": "b"}}})
     check(objects)
