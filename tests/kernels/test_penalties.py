@@ -3,8 +3,10 @@ import torch
 from torch import Tensor
 
 from kernels.penalties import IDS, SHARES, penalise_torch
+from kernels.sampling import sample
+from tests.chi_square import assert_distributed
 from tests.kernels.counted import IMPLEMENTATIONS, SLOTS, Operations, check_lists, count_of, int32s, recount_of, zeros
-from tests.kernels.support import DEVICE, generator, randn
+from tests.kernels.support import DEVICE, INTERPRETED, generator, randn
 
 BIASES = 4
 PENALTIES = [(0.0, 0.0, 1.0), (1.5, 0.0, 1.0), (0.0, -0.7, 1.0), (0.0, 0.0, 1.3), (-2.0, 0.25, 0.5), (0.3, 2.0, 1.0)]  # by slot
@@ -120,3 +122,21 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(operations: Operations) -> 
     before = logits.clone()
     operations.penalise(logits, int32s(4), held, *penalties, bias_ids, bias_values)
     assert (logits != before).nonzero()[:, 1].tolist() == [3, 45, 46]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="thousands of rows are too many for the interpreter")
+@pytest.mark.parametrize("operations", IMPLEMENTATIONS)
+def test_ids_of_penalised_rows_are_distributed_as_the_definition_says(operations: Operations) -> None:
+    rows, columns, slot, temperature = 40_000, 50, 4, 2.0
+    held, (bias_ids, bias_values) = zeros(SLOTS, columns), unbiased()
+    prompt, output, bias = [1, 2, 3, 4], [3, 3, 7, 9, 9, 9], {4: 1.5, 9: -2.0, 20: 1.0}
+    recount_of(operations, held, slot, prompt, output)
+    bias_ids[slot, : len(bias)], bias_values[slot, : len(bias)] = int32s(*bias), torch.tensor([*bias.values()], device=DEVICE)
+    logits = randn(columns, seed=31)
+    expected = torch.tensor(expected_logits(logits, prompt, output, slot, bias, 0), dtype=torch.float64)
+    penalised = logits.repeat(rows, 1)
+    operations.penalise(penalised, int32s(slot).expand(rows).contiguous(), held, *settings(), bias_ids, bias_values)
+    temperatures, ones = torch.full((rows,), temperature, device=DEVICE), torch.ones(rows, device=DEVICE)
+    seeds, positions = torch.arange(rows, device=DEVICE), torch.full((rows,), 10, dtype=torch.int32, device=DEVICE)
+    ids = sample(penalised, temperatures, torch.zeros_like(positions), ones, 0 * ones, seeds, positions)
+    assert_distributed(ids, (expected / temperature).softmax(dim=0))
