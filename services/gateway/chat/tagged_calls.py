@@ -25,6 +25,8 @@ Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by 
 class TaggedCallReader:
     """One call, from its first tag on. Arguments are told one at a time: a value is known at its end."""
 
+    reads_on = True  # what the closing marker means is told from the tags
+
     def __init__(self, index: int, schemas: Schemas) -> None:
         self.begun = False  # its name has been told
         self.held = ""  # not yet looked at

@@ -45,7 +45,9 @@ class Format:
 
 FormatName = Literal["hermes", "llama3", "mistral"]
 FORMATS: dict[FormatName, Format] = {
-    "hermes": Format("<tool_call>", closing="</tool_call>", tagged=True, markers=("<tool_call>", "</tool_call>")),
+    "hermes": Format(  # models write a brace too many, too
+        "<tool_call>", closing="</tool_call>", separators="}", tagged=True, markers=("<tool_call>", "</tool_call>")
+    ),
     "llama3": Format("<|python_tag|>", separators="[];,", whole_answer=True, markers=("<|python_tag|>",)),
     "mistral": Format("[TOOL_CALLS]", separators="[],", named=True, markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
 }
@@ -65,19 +67,20 @@ class Nesting:
     """Follows the brackets of a JSON text that comes in pieces."""
 
     def __init__(self, depth: int = 0) -> None:
+        self.in_string = False
         self._depth = depth
-        self._in_string = self._escaped = False
+        self._escaped = False
 
     def end(self, text: str) -> int | None:
         """The position in this piece behind the bracket that closes the outermost one; None when it has not come."""
         for position, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
-            elif self._in_string:
+            elif self.in_string:
                 self._escaped = character == "\\"
-                self._in_string = character != '"'
+                self.in_string = character != '"'
             elif character == '"':
-                self._in_string = True
+                self.in_string = True
             elif character in "{[":
                 self._depth += 1
             elif character in "}]":
@@ -99,6 +102,12 @@ class CallReader:
         self._nesting = Nesting()
         self._tail: Nesting | None = None  # behind the arguments: the rest of the object
         self._in_arguments = False
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether the closing marker would be text of the call, as any other: in a string."""
+        nesting = self._nesting if self._in_arguments or self._tail is None else self._tail
+        return nesting.in_string
 
     def push(self, text: str) -> tuple[list[Part], str | None]:
         """What is certain and, once the call has ended, what follows it. No call: `begun` is False, and `held` is content."""
@@ -181,14 +190,17 @@ class ToolParser:
 
     def finish(self) -> list[Part]:
         """What is left at the end of the answer. Of a call whose name has not come nothing is, if an opening announced it."""
+        parts: list[Part] = []
+        if self._reader is not None:  # which has not seen what could have become the closing marker
+            self._feed(self._reader, self._text, parts)
         self.is_reading = self._reader is not None
         if self._marker:
-            return []
+            return parts
         if self._reader is not None:
             left = "" if self._reader.begun else self._skipped + self._reader.held
         else:
             left = self._text.strip(BLANKS + self._form.separators) if self._is_between and self.calls else self._text
-        return [Content(left)] if left else []
+        return [*parts, Content(left)] if left else parts
 
     def _step(self, parts: list[Part]) -> bool:
         """Takes some of the text; False when more must come first."""
@@ -227,14 +239,34 @@ class ToolParser:
         return True
 
     def _read(self, reader: CallReader | TaggedCallReader, parts: list[Part]) -> bool:
-        found, rest = reader.push(self._text)
+        """The closing marker ends a call wherever it is no text of it: models forget braces."""
+        closing = self._form.closing
+        before, marker, after = split_at(self._text, closing) if closing else (self._text, "", "")
+        if self._feed(reader, before, parts):
+            self._text += marker + after
+            return True
+        if marker and reader.reads_on:
+            ended = self._feed(reader, marker, parts)
+            self._text += after
+            return ended or bool(after)
+        self._text = marker + after
+        if marker:
+            self._end(reader, parts)
+        return bool(marker)
+
+    def _feed(self, reader: CallReader | TaggedCallReader, text: str, parts: list[Part]) -> bool:
+        """Whether the call has ended with this text; `_text` is what follows it then."""
+        found, rest = reader.push(text)
         self._text = rest or ""
         parts += found
         if rest is None:
             return False
+        self._end(reader, parts)
+        return True
+
+    def _end(self, reader: CallReader | TaggedCallReader, parts: list[Part]) -> None:
         if reader.begun:
             self.calls += 1
         else:
             parts.append(Content(self._marker + self._skipped + reader.held))
         self._reader, self._marker, self._is_between = None, "", reader.begun
-        return True

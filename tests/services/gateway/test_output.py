@@ -211,6 +211,32 @@ def test_calls_in_tags_that_are_not_as_they_should_be(text: str, calls: list[tup
     assert (told["content"], finish_reason) == (None, reason)
 
 
+@pytest.mark.parametrize(
+    "text, arguments",
+    [
+        ('{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
+        ('{"name": "f", "arguments": {"a": {}', '{"a": {}'),
+        ('{"name": "f", "arguments": {"a": "</tool_call>"}', '{"a": "</tool_call>"}'),
+        ('{"name": "f", "arguments": {"a": 1}, "id": "</tool_call>"}', '{"a": 1}'),
+        ('{"name": "f", "arguments": {"a": 1}}}', '{"a": 1}'),
+    ],
+)
+def test_braces_that_are_missing_or_too_many_hide_no_other_call(text: str, arguments: str) -> None:
+    text = f"<tool_call>\n{text}\n</tool_call>\n{HERMES}"
+    told, reason = read(Dialect("hermes", False), [text])
+    (name, first), *others = ((call["function"]["name"], call["function"]["arguments"].strip()) for call in told["tool_calls"])
+    assert (name, first) == ("f", arguments)
+    assert [(name, json.loads(given)) for name, given in others] == CALLS
+    assert (told["content"], reason) == (None, "tool_calls")
+    assert read(Dialect("hermes", False), list(text)) == (told, reason)
+
+
+def test_what_follows_a_call_that_is_none_is_not_lost() -> None:
+    text = '<tool_call>{"x": {</tool_call> Sorry.'
+    for pieces in ([text], list(text)):
+        assert read(Dialect("hermes", False), pieces) == ({"role": "assistant", "content": text, "refusal": None}, "stop")
+
+
 def test_arguments_go_on_as_they_come() -> None:
     parser = Dialect("hermes", False).parser(prompt="", tools=TOOLS)
     assert parser.push('<tool_call>{"name": "f", "arguments": ') == []
@@ -223,8 +249,8 @@ def test_arguments_go_on_as_they_come() -> None:
 def test_an_answer_that_is_cut() -> None:
     before_its_name = read(Dialect("hermes", False), ['Hello <tool_call>{"na'], "stop")
     assert before_its_name == ({"role": "assistant", "content": "Hello ", "refusal": None}, "stop")
-    told, reason = read(Dialect("hermes", False), ['<tool_call>{"name": "f", "arguments": {"a": "b'], "length")
-    assert told["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": '{"a": "b'}}]
+    told, reason = read(Dialect("hermes", False), ['<tool_call>{"name": "f", "arguments": {"a": "b </tool'], "length")
+    assert told["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": '{"a": "b </tool'}}]
     assert (told["content"], reason) == (None, "length")
     assert read(Dialect("hermes", False), ['<tool_call>{"name": "f", "arguments": {}'], "stop")[1] == "stop"
 
