@@ -35,7 +35,7 @@ class MoE(nn.Module):
     def add(self, x: Tensor | Unscaled, residual: Tensor, norm: RMSNorm, reader: MergedColumnLinear) -> Tensor:
         """residual += the sum of all ranks' part, in place; returns the norm of that, for any reader."""
         if self.backends.add_experts is not None:
-            assert isinstance(x, Tensor)  # nobody alone takes the norm before
+            assert isinstance(x, Tensor)  # router and experts read the norm before: it has no single reader to end it
             return self.backends.add_experts(*self._routed(x), residual, norm.weight, norm.eps)
         return norm.add(self(x), residual, self.backends.group)
 
