@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ LATE_S = 0.25  # an event loop that runs a timer this late was busy, and says no
 CONNECT_S = 5.0
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million ids is 4 MB
-MAX_UNSENT_MESSAGES = 10_000
+MAX_UNSENT_MESSAGES, UNREAD_S = 10_000, 2.0  # a peer that leaves so many unread, the first of them for so long, does not read
 
 _COMMON_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -77,6 +78,7 @@ class Outbox(Generic[M]):
         """take: the next message from those that are queued, of which it may make one."""
         self._heartbeat, self._take = heartbeat, take
         self._messages: deque[M] = deque()
+        self._put_at: deque[float] = deque()  # when each of these was put, in seconds
         self._wake = asyncio.Event()
         self._closed = False
         self._error: LockstepError | None = None
@@ -85,13 +87,18 @@ class Outbox(Generic[M]):
         return len(self._messages)
 
     def put(self, message: M) -> None:
-        """Queues a message; one that comes after `close` is dropped. A peer that does not read ends the stream."""
+        """Queues a message; one that comes after `close` is dropped. A peer that does not read ends the stream.
+
+        However many are put at once, the writer has its time to send them.
+        """
         if self._closed:
             return
-        if len(self._messages) >= MAX_UNSENT_MESSAGES:
+        now = time.monotonic()
+        if len(self._messages) >= MAX_UNSENT_MESSAGES and now - self._put_at[0] >= UNREAD_S:
             self.close(PeerLost(f"the peer has left {len(self._messages)} messages unread"))
             return
         self._messages.append(message)
+        self._put_at.append(now)
         self._wake.set()
 
     def close(self, error: LockstepError | None = None) -> None:
@@ -106,7 +113,10 @@ class Outbox(Generic[M]):
             if self._error is not None:
                 raise self._error
             if self._messages:
-                yield self._take(self._messages)
+                message = self._take(self._messages)
+                while len(self._put_at) > len(self._messages):
+                    self._put_at.popleft()
+                yield message
                 continue
             if self._closed:
                 return
@@ -148,6 +158,12 @@ async def received(stream: AsyncIterator[M], peer: str, silence_s: float = SILEN
             raise StreamEnded(f"{peer} sent nothing for {silence_s:g} s") from error
         except grpc.aio.AioRpcError as error:
             raise StreamEnded(f"{peer}: {in_words(error)}") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # It is the call, not we: grpc cancels one whose messages to the peer end with an error, as those of a full outbox do.
+            raise StreamEnded(f"{peer}: the call was cancelled on this side, as it is when messages go unread") from error
         yield message
 
 

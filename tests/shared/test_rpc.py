@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,12 +40,60 @@ async def test_a_put_wakes_the_writer_at_once() -> None:
 
 async def test_an_unread_outbox_ends_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "MAX_UNSENT_MESSAGES", 3)
+    monkeypatch.setattr(rpc, "UNREAD_S", 0.0)
     outbox: Outbox[int] = Outbox(lambda: -1)
     for number in range(10):
         outbox.put(number)
     assert len(outbox) == 3
     with pytest.raises(PeerLost, match="left 3 messages unread"):
         await anext(aiter(outbox))
+
+
+async def test_a_burst_has_its_time_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "MAX_UNSENT_MESSAGES", 3)
+    outbox: Outbox[int] = Outbox(lambda: -1)
+    for number in range(10):
+        outbox.put(number)
+    messages = aiter(outbox)
+    assert [await anext(messages) for _ in range(10)] == list(range(10))
+
+
+async def test_what_is_sent_now_and_then_is_unread_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "MAX_UNSENT_MESSAGES", 3)
+    clock = itertools.count()
+    monkeypatch.setattr(rpc, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # a second passes with each put
+    outbox: Outbox[int] = Outbox(lambda: -1)
+    messages = aiter(outbox)
+    for number in range(20):
+        outbox.put(number)
+        if number % 3 == 0 and number < 6:
+            assert await anext(messages) == number // 3
+    assert len(outbox) == 3
+    with pytest.raises(PeerLost, match="left 3 messages unread"):
+        await anext(messages)
+
+
+async def test_a_call_that_is_cancelled_on_this_side_is_an_end_of_the_stream() -> None:
+    async def cancelled() -> AsyncIterator[int]:
+        yield 1
+        raise asyncio.CancelledError
+
+    messages = received(cancelled(), "the peer")
+    assert await anext(messages) == 1
+    with pytest.raises(StreamEnded, match="the peer: the call was cancelled"):
+        await anext(messages)
+
+
+async def test_a_reader_that_is_cancelled_is_cancelled() -> None:
+    async def silent() -> AsyncIterator[int]:
+        await asyncio.Event().wait()
+        yield 1
+
+    reading = asyncio.ensure_future(anext(received(silent(), "the peer")))
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
 
 
 async def test_silence_ends_a_stream() -> None:

@@ -21,6 +21,7 @@ import pytest
 from benchmarks.driver import Driver, spec
 from services.local import LLM, InvalidPrompt, RequestFailed, Sampling
 from services.local.backend import ServiceEnded, _devices
+from shared import rpc
 from shared.errors import ConfigError, LockstepError
 from shared.protocol.plan import SlotFlag
 from tests import tiny
@@ -122,6 +123,12 @@ def test_far_more_prompts_than_slots_are_all_answered_in_order(llm: LLM) -> None
     assert [len(each.ids) for each in completions] == [each.max_tokens for each in wanted]
     alone = llm.generate(prompts[-1:], wanted[-1])[0]
     assert alone.ids.tolist() == completions[-1].ids.tolist()
+
+
+def test_more_prompts_at_a_time_than_a_peer_may_leave_unread_are_all_answered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "MAX_UNSENT_MESSAGES", SLOTS)  # half of what is asked at once
+    completions = llm.generate([[3 + number] for number in range(4 * SLOTS)], Sampling(max_tokens=1))
+    assert [len(each.ids) for each in completions] == [1] * 4 * SLOTS
 
 
 def test_threads_take_turns(llm: LLM) -> None:
