@@ -5,7 +5,7 @@ The values have no quotes: what each is, only the tool's schema tells.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -27,11 +27,12 @@ class TaggedCallReader:
 
     reads_on = True  # what the closing marker means is told from the tags
 
-    def __init__(self, index: int, schemas: Schemas) -> None:
+    def __init__(self, index: int, schemas: Schemas, names: Collection[str] | None) -> None:
+        """names: of the tools, where nothing else tells a call from what has its shape."""
         self.begun = False  # its name has been told
         self.held = ""  # not yet looked at
         self._index = index
-        self._schemas = schemas
+        self._schemas, self._names = schemas, names
         self._parameters: Mapping[str, Any] = {}
         self._name: str | None = None  # of the parameter whose value is being read
         self._value: list[str] = []
@@ -48,7 +49,7 @@ class TaggedCallReader:
                 continue
             rest = self.held.lstrip()
             if tag := NAMED_TAG.match(rest):
-                if tag[0].startswith(FUNCTION) == self.begun:
+                if tag[0].startswith(FUNCTION) == self.begun or not (self.begun or self._is_tool(tag["name"])):
                     break
                 self.held = rest[tag.end() :]
                 self._open(tag["name"], parts)
@@ -57,6 +58,9 @@ class TaggedCallReader:
             else:
                 break
         return (self._close(parts), self._rest()) if self.begun else (parts, self._no_call())
+
+    def _is_tool(self, name: str) -> bool:
+        return self._names is None or name in self._names
 
     def _open(self, name: str, parts: list[Part]) -> None:
         if self.begun:

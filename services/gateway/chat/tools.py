@@ -208,9 +208,14 @@ class ToolParser:
             return self._read(self._reader, parts)
         if self._is_between:
             return self._begin(parts)
-        before, marker, self._text = split_at(self._text, self._form.opening)
+        tags = (FUNCTION,) if self._form.tagged else ()  # models forget the opening, too
+        before, marker, self._text = split_at(self._text, self._form.opening, *tags)
         if before:
             parts.append(Content(before))
+        if marker in tags:
+            self._skipped, self._text = "", marker + self._text
+            self._reader = TaggedCallReader(self.calls, self._tools, self._tools)
+            return True
         self._marker, self._is_between = marker, bool(marker)
         return bool(marker)
 
@@ -229,7 +234,7 @@ class ToolParser:
             self._reader = CallReader(self.calls, self._tools if form.whole_answer and not self._marker else None)
         elif form.tagged and rest.startswith(FUNCTION):
             self._skipped, self._text = self._text[: -len(rest)], rest
-            self._reader = TaggedCallReader(self.calls, self._tools)
+            self._reader = TaggedCallReader(self.calls, self._tools, None)
         else:
             if self._marker:
                 parts.append(Content(self._marker))

@@ -231,6 +231,18 @@ def test_braces_that_are_missing_or_too_many_hide_no_other_call(text: str, argum
     assert read(Dialect("hermes", False), list(text)) == (told, reason)
 
 
+def test_calls_in_tags_may_lack_their_opening() -> None:
+    text = "I ask. " + TAGGED.replace("<tool_call>", "")
+    told, reason = read(Dialect("hermes", False), [text])
+    assert (told["content"], calls_of(told), reason) == ("I ask. \n", CALLS, "tool_calls")
+    assert read(Dialect("hermes", False), list(text)) == (told, reason)
+    for text in ("Write <function=unknown></function> or <func", "<function=f", f"a <function <b> {HERMES}"):
+        content = text.removesuffix(HERMES)
+        for pieces in ([text], list(text)):
+            told, _ = read(Dialect("hermes", False), pieces)
+            assert (told["content"], calls_of(told)) == (content, CALLS if text.endswith(HERMES) else [])
+
+
 def test_what_follows_a_call_that_is_none_is_not_lost() -> None:
     text = '<tool_call>{"x": {</tool_call> Sorry.'
     for pieces in ([text], list(text)):
