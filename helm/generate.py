@@ -53,6 +53,14 @@ class Schema(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        """Helm takes away what a user sets to null, or leaves empty as in `worker:`. What cannot be missed is then named; a map of the
+        user's own is empty without it, and so is a text or a number whose default is nothing."""
+        schema = field["schema"]
+        if schema["type"] != "default":
+            return True
+        return isinstance(schema["default"], Values) or (bool(schema["default"]) and schema["schema"]["type"] not in ("nullable", "dict"))
+
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         inner = self.generate_inner(schema["schema"])
         kinds = inner.get("type")

@@ -219,10 +219,10 @@ apiVersion: policy/v1
 kind: PodDisruptionBudget
 {{ include "lockstep.metadata" . }}
 spec:
-  {{- if kindIs "invalid" .settings.pdb.minAvailable }}
-  maxUnavailable: {{ .settings.pdb.maxUnavailable }}
-  {{- else }}
+  {{- if not (kindIs "invalid" .settings.pdb.minAvailable) }}
   minAvailable: {{ .settings.pdb.minAvailable }}
+  {{- else if not (kindIs "invalid" .settings.pdb.maxUnavailable) }}
+  maxUnavailable: {{ .settings.pdb.maxUnavailable }}
   {{- end }}
   unhealthyPodEvictionPolicy: AlwaysAllow # what serves nobody holds up no drain of a node
   selector:
@@ -276,7 +276,7 @@ spec:
     {{- with .egress }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-    {{- with get .settings.settings "trace_endpoint" }}
+    {{- with get (default dict .settings.settings) "trace_endpoint" }}
     - ports:
         - port: {{ include "lockstep.urlPort" . }}
           protocol: TCP

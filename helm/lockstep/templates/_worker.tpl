@@ -7,7 +7,7 @@
 {{- define "lockstep.modelPath" -}}
 {{- $source := .Values.model.source -}}
 {{- if eq $source.type "demo" -}}/opt/lockstep/models/SmolLM2-135M-Instruct
-{{- else if eq $source.type "huggingFace" -}}/models/{{ base $source.huggingFace.repository }}
+{{- else if eq $source.type "huggingFace" -}}/models/{{ base (default "" $source.huggingFace.repository) }}
 {{- else -}}/models/model
 {{- end -}}
 {{- end -}}
@@ -57,7 +57,7 @@
 {{- $mounts = append $mounts . -}}
 {{- $volumes = append $volumes (include "lockstep.tlsVolume" $ | fromYaml) -}}
 {{- end -}}
-{{- $resources := deepCopy $worker.resources -}}
+{{- $resources := deepCopy (default dict $worker.resources) -}}
 {{- if eq $worker.mode "gpu" -}}
 {{- $limits := deepCopy (default dict (get $resources "limits")) -}}
 {{- $_ := set $limits $worker.gpuResource $ranks -}}

@@ -205,6 +205,10 @@ def test_values_that_cannot_work_are_refused_with_a_sentence(helm: Helm, values:
         ({"gateway": {"ingress": {"path": "v1"}}}, "path"),
         ({"clusterDomain": ""}, "clusterDomain"),
         ({"gateway": {"extraEnv": [{"name": "A", "value": "1"}]}}, "extraEnv"),
+        ({"worker": None}, "propert[^\n]*worker|worker is required"),
+        ({"gateway": {"startupProbe": None}}, "propert[^\n]*startupProbe|startupProbe is required"),
+        ({"parallelism": {"nodes": None}}, "propert[^\n]*nodes|nodes is required"),
+        ({"model": {"servedNames": None}}, "propert[^\n]*servedNames|servedNames is required"),
     ],
 )
 def test_k8s_10_the_schema_refuses_wrong_types_and_names_them(helm: Helm, values: Object, named: str) -> None:
@@ -368,6 +372,22 @@ def test_k8s_10_values_reach_the_container_as_they_are(helm: Helm) -> None:
     assert container["args"] == ["--cors-origins", "a b=c"]
     assert spec["nodeSelector"] == {"gpu": "true"}
     check(objects)
+
+
+def emptied(values: Object) -> Object:
+    """What is empty by default, as null, which a key without anything below it is."""
+    nested = {key: emptied(value) for key, value in values.items() if isinstance(value, dict) and value}
+    return {key: None for key, value in values.items() if value in ({}, [], "", None)} | {
+        key: value for key, value in nested.items() if value
+    }
+
+
+def test_k8s_10_nothing_is_as_good_as_an_empty_map_or_list(helm: Helm) -> None:
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    of_worker = {"image": {"repository": ""}, "resources": None}  # the chart completes the name
+    nothing = merged(emptied(defaults), {"worker": of_worker, "gateway": {"resources": None}})
+    on = {"gateway": {"ingress": {"enabled": True, "preset": "nginx"}, "pdb": {"enabled": True, "maxUnavailable": None}}}
+    check(helm.objects(merged(nothing, on, {"monitoring": {"stack": {"enabled": True}}})))
 
 
 def test_k8s_10_names_and_numbers_stay_what_they_are(helm: Helm) -> None:
