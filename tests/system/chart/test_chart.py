@@ -17,6 +17,7 @@ from services.gateway.settings import GatewaySettings
 from tests.system.chart.conftest import CHART, ROOT, Helm, Object, Refused, merged, of_kind, pod_specs, workloads
 
 HUB = {"type": "huggingFace", "huggingFace": {"repository": "Qwen/Qwen3-0.6B"}}
+SINGLE_CLAIM = {"model": {"source": {"type": "pvc", "pvc": {"claimName": "c", "accessMode": "ReadWriteOnce"}}}}
 SWITCHES: dict[str, list[Object]] = {
     "mode": [{"worker": {"mode": "gpu"}}, {"worker": {"mode": "cpu"}}, {"worker": {"mode": "simulated"}}],
     "tp": [{}, {"parallelism": {"tp": 2}}],
@@ -168,9 +169,14 @@ def test_kinds_that_the_cluster_does_not_know_are_left_out(helm: Helm) -> None:
         ({"gateway": {"terminationGracePeriodSeconds": 49}}, "gateway.terminationGracePeriodSeconds: 49 is less than .* = 50"),
         ({"worker": {"autoscaling": {"enabled": True}}}, "worker.autoscaling.prometheusAddress"),
         ({"model": {"source": {"type": "pvc"}}}, "model.source.pvc.claimName"),
+        (merged(SINGLE_CLAIM, {"worker": {"replicas": 2}}), "ReadWriteOnce .* 2 worker pods"),
         (
-            {"worker": {"replicas": 2}, "model": {"source": {"type": "pvc", "pvc": {"claimName": "c", "accessMode": "ReadWriteOnce"}}}},
-            "ReadWriteOnce",
+            merged(SINGLE_CLAIM, {"worker": {"autoscaling": {"enabled": True, "type": "hpa"}}}),
+            "ReadWriteOnce .* 4 worker pods",
+        ),
+        (
+            merged(SINGLE_CLAIM, {"parallelism": {"tp": 2, "nodes": 2}}),
+            "ReadWriteOnce .* 2 worker pods",
         ),
         ({"model": {"source": {"type": "hostPath"}}}, "model.source.hostPath.path"),
         ({"model": {"source": {"type": "huggingFace"}}}, "model.source.huggingFace.repository"),
@@ -184,6 +190,13 @@ def test_kinds_that_the_cluster_does_not_know_are_left_out(helm: Helm) -> None:
         ({"fullnameOverride": "My_App"}, "fullnameOverride: objects would be called My_App-gateway"),
         ({"commonLabels": {"app.kubernetes.io/instance": "a"}}, "app.kubernetes.io/instance is the chart's own"),
         ({"worker": {"podLabels": {"app.kubernetes.io/component": "a"}}}, "app.kubernetes.io/component is the chart's own"),
+        ({"gateway": {"service": {"nodePort": 30080}}}, "gateway.service.nodePort"),
+        ({"worker": {"settings": {"port": 7300}}}, "worker.settings.port"),
+        ({"scheduler": {"settings": {"ADMIN_PORT": 9}}}, "scheduler.settings.ADMIN_PORT"),
+        (
+            {"gateway": {"serviceAccount": {"name": "a"}}, "scheduler": {"serviceAccount": {"name": "a"}}},
+            "scheduler.serviceAccount.create: gateway makes a already",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_a_sentence(helm: Helm, values: Object, sentence: str) -> None:
