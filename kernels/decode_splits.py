@@ -47,8 +47,8 @@ def cut_in(splits: int, head_size: int, element_bytes: int) -> Config:
 
 
 def choose_splits(rows: int, kv_heads: int, positions: int, device: torch.device, least: int = 1) -> int:
-    """Shares of a row for three programs a multiprocessor, or two of each row. Attention alone is fastest so on an H200, with 1 to 64 rows of
-    8 KV heads; in whole layers of 2 to 32 rows fewer shares are, which its table has.
+    """Shares of a row for three programs a multiprocessor, or two of each row. Attention alone is fastest so on an H200, with 1 to 64 rows
+    of 8 KV heads; in whole layers of 2 to 32 rows fewer shares are, which its table has.
 
     positions: the most that the page table can hold. One row of 8,192: 17 us in 32 shares, 21 in 16.
     least: where positions allow it, for batches of which most rows may be nobody's.
