@@ -11,7 +11,7 @@ from services.scheduler.gathering import Gathering
 from services.scheduler.gauges import EngineState
 from services.scheduler.health import Health
 from services.scheduler.lead import Lead, StepTimes
-from services.scheduler.meter import Meter, Throughput
+from services.scheduler.meter import Throughput
 from services.scheduler.metrics import EngineMetrics
 from services.scheduler.occupancy import Occupancy
 from services.scheduler.planner import Planner
@@ -82,7 +82,6 @@ class Group:
         self.metrics = metrics
         self.last_times: PlanTimes | None = None  # of the last result
         self._prefill_rate = Throughput()  # of steps with prefill
-        self._ended = Meter(0.0)  # requests
         self._send, self._deliver, self._wake = send, deliver, wake
         self._gathering = Gathering()
         self._waking = False  # `on_time` will be called
@@ -157,15 +156,16 @@ class Group:
             prefill_tokens_per_s=self._prefill_rate.per_second,
         )
 
-    def wait_s(self, now: float) -> float:
+    def wait_s(self) -> float:
         """How long a request that comes now would wait before it can start, by measured rates; 0 while none is known.
 
-        The prompts before it have to be computed and, when all slots are taken, as many requests have to end as wait for one.
+        The prompts before it have to be computed and, when all slots are taken, as many requests have to end as wait for one: by how long
+        those that ended had theirs, since that none has ended lately tells nothing of when the next one does.
         """
         rate = self._prefill_rate.per_second
         wait_s = self.backlog_tokens / rate if rate else 0.0
-        if not self.slots.num_free and (rate := self._ended.per_second(now)):
-            wait_s = max(wait_s, (len(self.waiting) + 1) / rate)
+        if not self.slots.num_free:
+            wait_s = max(wait_s, (len(self.waiting) + 1) * self.occupancy.stay_s.value / self.limits.slots)
         return wait_s
 
     def submit(self, request: Request, now: float, *, followed: bool = False) -> None:
@@ -252,8 +252,6 @@ class Group:
         self.occupancy.now = now
         if not self.paused:
             self._send_plans(now)
-        if self.occupancy.concluded:
-            self._ended.count(self.occupancy.concluded, now)
         if updated := self.occupancy.take_updated():
             self._deliver(updated, now)
 

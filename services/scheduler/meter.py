@@ -1,9 +1,10 @@
-"""How often something happens, and how fast work is done."""
+"""How often something happens, how fast work is done, and how long something takes."""
 
 import math
 
 WINDOW_S = 10.0
 BUSY_WINDOW_S = 1.0
+MEAN_OF = 32  # values
 
 
 class Meter:
@@ -43,3 +44,20 @@ class Throughput:
     def per_second(self) -> float:
         """0 before the first count."""
         return self._tokens / self._busy_s if self._busy_s else 0.0
+
+
+class Mean:
+    """Of about the last `MEAN_OF` values, however long ago they were."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def count(self, value: float) -> None:
+        fade = 1 - 1 / MEAN_OF
+        self._sum = self._sum * fade + value
+        self._weight = self._weight * fade + 1
+
+    @property
+    def value(self) -> float:
+        """0 before the first."""
+        return self._sum / self._weight if self._weight else 0.0

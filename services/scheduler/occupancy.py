@@ -6,6 +6,7 @@ docs/scheduling.md draws the life of a slot.
 from services.scheduler.admission import Admissions
 from services.scheduler.ends import End
 from services.scheduler.memory import Memory
+from services.scheduler.meter import Mean
 from services.scheduler.metrics import EngineMetrics
 from services.scheduler.pages import InvariantError
 from services.scheduler.requests import Request
@@ -31,7 +32,7 @@ class Occupancy:
         self.releases: list[int] = []  # retired slots whose done flag the device does not know to set
         self.grown: list[Request] = []  # to be delivered: have tokens, and nothing else has happened to them
         self.updated: dict[Request, None] = {}  # to be delivered: all others of which there is something to tell
-        self.concluded = 0  # of these, that have ended
+        self.stay_s = Mean()  # for so long a request has a slot, until it ends
         self.passed = -1  # the id up to which every plan has passed
         self.now = 0.0  # the time of what is handled
         self._group, self._metrics = group, metrics
@@ -41,7 +42,7 @@ class Occupancy:
         """Gives a free slot to a request that waits and has to prefill `ids`. Returns the pages that it need not compute."""
         slots = self.slots
         request.slot = slot = slots.admit(request, ids)
-        slots.tenant[slot] = self.tenants.join(request.tenant)
+        slots.tenant[slot], slots.taken_at[slot] = self.tenants.join(request.tenant), self.now
         self.waiting.remove(request)
         slots.secure_until[slot] = len(ids) + self._page_size if request.preemptions else 0
         pages = self.memory.admit(slot, request.cache_salt, ids, reuse=not request.needs_scores)
@@ -81,6 +82,7 @@ class Occupancy:
             request.timeline.add(self.now, "preempted", self._group, len(request.output))
             self.waiting.push(request)
         else:
+            self.stay_s.count(self.now - float(slots.taken_at[slot]))
             self.conclude(request, end)
         if slots.last_plan[slot] <= self.passed:
             self.finalise_passed()
@@ -115,14 +117,12 @@ class Occupancy:
         """The request has ended, wherever it was."""
         request.end = end
         self.updated[request] = None
-        self.concluded += 1
 
     def take_updated(self) -> list[Request]:
         """What is to be delivered."""
         updated = [*self.grown, *self.updated]
         self.grown.clear()
         self.updated.clear()
-        self.concluded = 0
         return updated
 
     def evacuate(self, *, planned: bool) -> list[Request]:

@@ -40,7 +40,7 @@ def _too_late(request: Request, groups: Sequence[Group], now: float) -> Rejected
         return None
     takers = [group for group in groups if not group.draining]
     takers = [group for group in takers if group.health.is_well] or takers
-    wait_s = min((group.wait_s(now) for group in takers), default=0.0)
+    wait_s = min((group.wait_s() for group in takers), default=0.0)
     if now + wait_s < request.deadline:
         return None
     return Rejected(REJECT_REASON_DEADLINE, f"it would start in {wait_s:.1f} s, after its deadline", _retry_ms(wait_s))

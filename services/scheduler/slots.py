@@ -42,6 +42,7 @@ class Slots:
         self.decodes_below = np.zeros(count, dtype=np.int32)  # planned tokens, in state DECODE the greatest length; else 0
         self.last_plan = np.full(count, -1, dtype=np.int64)  # id of the last plan that names the slot
         self.arrived_at = np.zeros(count)  # seconds, of the request
+        self.taken_at = np.zeros(count)  # seconds: when the request got the slot
         self.tenant = np.zeros(count, dtype=np.intp)  # index
         self.promised = np.zeros(count, dtype=np.int32)  # pages in all that it will have, whatever happens
         self.secure_until = np.zeros(count, dtype=np.int32)  # tokens; it is not preempted before it has confirmed them

@@ -474,6 +474,18 @@ def test_who_could_not_start_in_time_is_refused_at_once() -> None:
     assert harness.submit(43, deadline_ms=2_000, delivered=(5,)) is None  # a resumed request is never refused for load
 
 
+def test_that_none_has_ended_lately_is_no_reason_to_refuse_one() -> None:
+    harness = Harness()
+    for number in range(20):
+        assert harness.submit(number, max_tokens=1) is None
+    while harness.groups[0].load:
+        harness.now += 0.5
+        harness.compute(harness.groups[0], 1)
+    assert harness.submit(20, max_tokens=60) is None  # it has the only slot
+    harness.now += 300.0
+    assert harness.submit(21, deadline_ms=60_000) is None
+
+
 def test_deadlines_of_requests_that_have_ended_do_not_pile_up() -> None:
     harness = Harness()
     for number in range(1_000):
