@@ -32,6 +32,7 @@ FOREIGN: Mapping[str, Neutral] = {
     **_all("repetition_penalty_range rep_pen_range repetition_context_size repetition_decay", 0, -1),
     **_all("samplers sampler_priority sampler_order negative_prompt repetition_detection", False),
     **_all("temperature_last", False),
+    **_all("adaptive_target", -1),
     **_all("do_sample", True),
     # Beams
     **_all("use_beam_search early_stopping", False),
@@ -43,6 +44,7 @@ FOREIGN: Mapping[str, Neutral] = {
     **_all("min_new_tokens min_length", 0, -1),
     **_all("ban_eos_token", False),
     **_all("enable_thinking thinking thinking_budget thinking_token_budget max_reasoning_tokens"),
+    **_all("thinking_budget_tokens reasoning_budget reasoning_budget_tokens", -1),
     **_all("include_stop_str_in_output no_stop_trim prompt_logprobs", False),
     **_all("include_reasoning separate_reasoning stream_reasoning", True),
     # What the prompt is

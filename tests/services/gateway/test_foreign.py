@@ -16,13 +16,14 @@ READ = {"messages": chat_request, "prompt": completion_request}
 NEEDED = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
 OF_SAMPLERS = ["typical_p", "top_a", "tfs", "mirostat", "repeat_penalty", "dry_multiplier", "xtc_probability", "length_penalty"]
 OF_GRAMMARS = ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf", "json_schema"]
-OF_ENDS = ["stop_sequences", "stop_strings", "eos_token_id", "max_new_tokens", "max_output_tokens"]
+OF_ENDS = ["stop_sequences", "stop_strings", "eos_token_id", "max_new_tokens", "max_output_tokens", "reasoning_budget"]
 HARMLESS = {
     "dry_base": 1.75,
     "dry_sequence_breakers": ["a"],
     "xtc_threshold": 0.1,
     "mirostat_tau": 5,
     "mirostat_eta": 0.1,
+    "adaptive_decay": 0.9,
     "repeat_last_n": 64,
     "cache_prompt": True,
     "id_slot": 3,
@@ -46,7 +47,7 @@ def test_every_field_is_refused_by_name_and_taken_where_it_asks_for_nothing(endp
             with pytest.raises(InvalidRequest, match=field) as refused:
                 read(endpoint, **{field: value})
             assert (refused.value.param, refused.value.code) == (field, "unsupported_value")
-    assert {*OF_SAMPLERS, *OF_GRAMMARS, *OF_ENDS, "use_beam_search"} <= BY_ENDPOINT[endpoint].keys()
+    assert {*OF_SAMPLERS, *OF_GRAMMARS, *OF_ENDS, "use_beam_search", "adaptive_target"} <= BY_ENDPOINT[endpoint].keys()
     read(endpoint, **HARMLESS)
 
 
