@@ -205,6 +205,7 @@ class HttpRoute(Values):
 
 class Gateway(Component):
     image: Image = Image(repository="lockstep-gateway")
+    """Its image."""
     preStopSeconds: int = Field(default=5, ge=0, le=600)
     """Sleep before the signal to stop, so that whoever routes here has noticed."""
     resources: Object = {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}
@@ -223,6 +224,7 @@ class Gateway(Component):
 
 class Scheduler(Component):
     image: Image = Image(repository="lockstep-scheduler")
+    """Its image."""
     replicas: int = Field(default=2, ge=1, le=5)
     """One leads, the others stand by: 3 s after it is gone, the next one goes on with every stream."""
     pdb: DisruptionBudget = DisruptionBudget(enabled=True)
@@ -323,7 +325,7 @@ class PersistentVolumeClaim(Values):
 
 class HostPath(Values):
     path: str = Field(default="", pattern=r"^(/.*)?$")
-    """Model folder on every node that runs a worker; readable for the pods' user."""
+    """Model folder on every node that runs a worker; readable for the pods' user. Pod security levels below "privileged" admit none."""
 
 
 class HuggingFace(Values):
@@ -437,6 +439,7 @@ class Tool(Values):
 
 class Prometheus(Tool):
     image: Image = Image(registry="docker.io", repository="prom/prometheus", tag="v3.5.0")
+    """Its image."""
     resources: Object = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
     """Requests and limits."""
     retention: str = Field(default="2d", pattern=r"^[0-9]+[hdw]$")
@@ -447,6 +450,7 @@ class Prometheus(Tool):
 
 class Grafana(Tool):
     image: Image = Image(registry="docker.io", repository="grafana/grafana", tag="12.1.0")
+    """Its image."""
     resources: Object = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}}
     """Requests and limits."""
     adminSecret: str = ""

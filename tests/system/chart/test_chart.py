@@ -588,6 +588,20 @@ def test_every_container_says_what_it_needs_as_a_quota_demands(helm: Helm) -> No
             assert container["resources"]["requests"].keys() == {"cpu", "memory"}, container["name"]
 
 
+def test_pods_fit_the_security_level_restricted_but_for_folders_of_nodes(helm: Helm) -> None:
+    admitted = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+    everything = merged(*(positions[-1] for positions in SWITCHES.values()))
+    claim, folder = SWITCHES["model"][1:3]
+    for values, others in ((everything, set()), (merged(everything, claim), set()), (merged(everything, folder), {"hostPath"})):
+        specs = list(pod_specs(helm.objects(values)))
+        volumes = {kind for spec in specs for volume in spec.get("volumes", []) for kind in volume.keys() - {"name"}}
+        assert volumes - admitted == others
+        for spec in specs:
+            assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+            assert not any("hostPort" in port for container in spec["containers"] for port in container.get("ports", []))
+
+
 def test_the_cluster_may_choose_the_user(helm: Helm) -> None:
     chosen = {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}
     objects = helm.objects({"gateway": chosen, "scheduler": chosen, "worker": chosen, "monitoring": {"stack": {"enabled": True}}})
@@ -618,6 +632,10 @@ def test_extra_objects_are_templates(helm: Helm) -> None:
     text = yaml.safe_dump({**extra, "metadata": {"name": "{{ .Release.Name }}-text"}})
     names = [each["metadata"]["name"] for each in helm.objects({"extraObjects": [extra, text]})]
     assert [name for name in names if name.endswith(("-more", "-text"))] == ["trial-more", "trial-text"]
+
+
+def test_every_value_is_explained() -> None:
+    assert "# None" not in (CHART / "values.yaml").read_text()
 
 
 def test_generated_files_are_up_to_date() -> None:
