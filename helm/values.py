@@ -549,5 +549,7 @@ class Chart(Values):
     """`helm test`."""
     extraObjects: list[Object | str] = []
     """Further objects; templates in them are evaluated."""
+    enabled: bool = True
+    """For a chart that this one is part of: its condition may be `lockstep.enabled`."""
     shared: Object = Field(default={}, alias="global")
     """Not read; there so that the chart can be part of another one."""

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,7 @@ def test_kinds_that_the_cluster_does_not_know_are_left_out(helm: Helm) -> None:
         ({"commonLabels": {"app.kubernetes.io/instance": "a"}}, "app.kubernetes.io/instance is the chart's own"),
         ({"worker": {"podLabels": {"app.kubernetes.io/component": "a"}}}, "app.kubernetes.io/component is the chart's own"),
         ({"gateway": {"service": {"nodePort": 30080}}}, "gateway.service.nodePort"),
+        ({"enabled": False}, "enabled: false is for a chart that this one is part of"),
         ({"worker": {"settings": {"port": 7300}}}, "worker.settings.port"),
         ({"scheduler": {"settings": {"ADMIN_PORT": 9}}}, "scheduler.settings.ADMIN_PORT"),
         (
@@ -636,6 +638,16 @@ def test_extra_objects_are_templates(helm: Helm) -> None:
 
 def test_every_value_is_explained() -> None:
     assert "# None" not in (CHART / "values.yaml").read_text()
+
+
+def test_the_chart_may_be_part_of_another_one(helm: Helm, tmp_path: Path) -> None:
+    dependency = {"name": "lockstep", "version": "0.1.0", "condition": "lockstep.enabled"}
+    chart = {"apiVersion": "v2", "name": "platform", "version": "1.0.0", "dependencies": [dependency]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
+    shutil.copytree(CHART, tmp_path / "charts/lockstep")
+    for enabled in (True, False):
+        values = {"lockstep": {"enabled": enabled, "worker": {"mode": "cpu"}}, "global": {"region": "eu"}}
+        assert ("kind: StatefulSet" in helm.run("template", "trial", str(tmp_path), values=values)) is enabled
 
 
 def test_generated_files_are_up_to_date() -> None:
