@@ -96,10 +96,10 @@ class ScriptedScheduler(GenerationServicer):
         add_GenerationServicer_to_server(self, self._server)
         self.port = await rpc.start_server(self._server, "127.0.0.1", port_of(self._reservation))
 
-    async def stop(self) -> None:
-        """Dies: all sessions break, and nobody else gets the port."""
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Dies: all sessions break that have not ended by themselves within the grace, and nobody else gets the port."""
         if self._server is not None:
-            await self._server.stop(0)
+            await self._server.stop(grace_s)
             self._server = None
 
     async def close(self) -> None:

@@ -127,7 +127,7 @@ async def test_streams_go_on_with_the_scheduler_that_comes_back(stack: Stack, ho
     hellos = len(stack.scheduler.hellos)
     await HOW[how](stack.scheduler)
     if how == "stops":
-        await stack.scheduler.stop()
+        await stack.scheduler.stop(grace_s=10)  # the ends of its sessions reach the gateway
     stack.plays(first, *rest, [EOS])
     asked.append(asyncio.create_task(stack.chat()))  # while there is none
     await until_inflight(stack, 3)
