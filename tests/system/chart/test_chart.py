@@ -729,6 +729,8 @@ def test_notes_lead_to_an_answer_and_warn(helms: dict[str, Helm]) -> None:
     assert "hf_literal" not in quiet
     assert "does not know keda.sh/v1alpha1" in notes({"worker": {"autoscaling": {"enabled": True, "prometheusAddress": "http://p:9090"}}})
     assert "answers are made up" in notes({"worker": {"mode": "simulated"}})
+    balanced = notes({"gateway": {"service": {"type": "LoadBalancer"}}})
+    assert "{.status.loadBalancer.ingress[0]['ip','hostname']}" in balanced  # some balancers have the one, some the other
 
 
 def test_str_09_an_ingress_of_nginx_neither_collects_streams_nor_cuts_them_off(helm: Helm) -> None:
