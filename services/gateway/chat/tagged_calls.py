@@ -17,6 +17,7 @@ FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
 NAMED_TAG = re.compile(r"<(?:function|parameter)=(?P<name>[^<>\n]{1,200})>")
 BEGUN_TAG = re.compile(r"<(?:function|parameter)=[^<>\n]{0,200}")
+LAST_TAGS = re.compile(r"(?:</function>\s*)?(?:</tool_call>\s*)?\Z")
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by its name
@@ -58,6 +59,15 @@ class TaggedCallReader:
             else:
                 break
         return (self._close(parts), self._rest()) if self.begun else (parts, self._no_call())
+
+    def finish(self) -> tuple[list[Part], str | None]:
+        """The same at the end of the answer, where it is clear that a value has ended without its tag: models forget it."""
+        text = "".join(self._value) + self.held
+        tags = LAST_TAGS.search(text)
+        if self._name is None or not tags or not tags[0]:
+            return [], None
+        self._value, self.held = [], ""
+        return self.push(f"{text[: tags.start()]}{END_OF_PARAMETER}{tags[0]}")
 
     def _is_tool(self, name: str) -> bool:
         return self._names is None or name in self._names

@@ -192,7 +192,9 @@ class ToolParser:
         """What is left at the end of the answer. Of a call whose name has not come nothing is, if an opening announced it."""
         parts: list[Part] = []
         if self._reader is not None:  # which has not seen what could have become the closing marker
-            self._feed(self._reader, self._text, parts)
+            self._take(self._reader, self._reader.push(self._text), parts)
+        if isinstance(self._reader, TaggedCallReader) and self._take(self._reader, self._reader.finish(), parts):
+            parts += self.push("")
         self.is_reading = self._reader is not None
         if self._marker:
             return parts
@@ -247,11 +249,11 @@ class ToolParser:
         """The closing marker ends a call wherever it is no text of it: models forget braces."""
         closing = self._form.closing
         before, marker, after = split_at(self._text, closing) if closing else (self._text, "", "")
-        if self._feed(reader, before, parts):
+        if self._take(reader, reader.push(before), parts):
             self._text += marker + after
             return True
         if marker and reader.reads_on:
-            ended = self._feed(reader, marker, parts)
+            ended = self._take(reader, reader.push(marker), parts)
             self._text += after
             return ended or bool(after)
         self._text = marker + after
@@ -259,9 +261,9 @@ class ToolParser:
             self._end(reader, parts)
         return bool(marker)
 
-    def _feed(self, reader: CallReader | TaggedCallReader, text: str, parts: list[Part]) -> bool:
-        """Whether the call has ended with this text; `_text` is what follows it then."""
-        found, rest = reader.push(text)
+    def _take(self, reader: CallReader | TaggedCallReader, read: tuple[list[Part], str | None], parts: list[Part]) -> bool:
+        """Whether the call has ended with what was read; `_text` is what follows it then."""
+        found, rest = read
         self._text = rest or ""
         parts += found
         if rest is None:
