@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from shared.errors import ConfigError
@@ -28,7 +28,14 @@ def _split_at_commas(value: object) -> object:
     return value.split(",") if isinstance(value, str) else value
 
 
-Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+def _with_a_port(address: str) -> str:
+    """A number beyond the last port would be taken modulo 65,536: somebody else's."""
+    if not 1 <= int(address.rpartition(":")[2]) <= 65535:
+        raise ValueError(f"{address}: ports are from 1 to 65535")
+    return address
+
+
+Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"), AfterValidator(_with_a_port)]
 Addresses = Annotated[list[Address], NoDecode, BeforeValidator(_split_at_commas)]  # repeatable, in the variable separated by commas
 
 

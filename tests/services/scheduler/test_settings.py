@@ -32,6 +32,8 @@ def test_workers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         [],
         ["--worker", "nonsense"],
+        ["--worker", "a:65536"],  # gRPC would take it for port 0, and 70000 for 4464
+        ["--worker", "a:0"],
         ["--worker", "a:1", "--worker", "a:1"],
         ["--worker", "a:1", "--max-step-tokens", "0"],
         ["--worker", "a:1", "--group-wait-s", "-1"],
