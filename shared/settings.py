@@ -42,7 +42,9 @@ Addresses = Annotated[list[Address], NoDecode, BeforeValidator(_split_at_commas)
 class Settings(BaseSettings):
     """What every service can be told. A subclass sets `env_prefix`; names that it does not know are refused."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", cli_kebab_case=True, cli_exit_on_error=False, cli_avoid_json=True)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, cli_kebab_case=True, cli_exit_on_error=False, cli_avoid_json=True
+    )
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     admin_port: AdminPort = 0  # each service has its own default

@@ -18,6 +18,7 @@ class ThingSettings(Settings):
 
     port: int = Field(7, ge=0, le=65535)
     worker: list[str] = Field(default_factory=list)
+    wait_s: float = Field(1.0, ge=0)
 
 
 def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,13 @@ def test_a_list_is_a_repeated_flag() -> None:
 
 @pytest.mark.parametrize(
     "arguments, named",
-    [(["--port", "x"], "port"), (["--port", "65536"], "port"), (["--log-level", "loud"], "log_level"), (["--nope"], "--nope")],
+    [
+        (["--port", "x"], "port"),
+        (["--port", "65536"], "port"),
+        (["--log-level", "loud"], "log_level"),
+        (["--wait-s", "inf"], "wait_s"),
+        (["--nope"], "--nope"),
+    ],
 )
 def test_a_bad_setting_is_one_line_that_names_it(arguments: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as error:
