@@ -53,7 +53,9 @@ class LegacyLogprobs:
     def _top(self, token: ScoredToken) -> str:
         if token.score is None:
             return "null"
-        top = {self._texts[id_].text_json: logprob for id_, logprob in token.score.top}
+        top: dict[str, float] = {}
+        for id_, logprob in token.score.top:
+            top.setdefault(self._texts[id_].text_json, logprob)  # of several with one text, the likeliest
         top[self._texts[token.id].text_json] = token.score.logprob
         return "{" + ",".join([f"{text}:{_number(logprob)}" for text, logprob in top.items()]) + "}"
 

@@ -137,6 +137,14 @@ def test_lpb_03_different_tokens_of_one_text_leave_the_lists_equally_long() -> N
     }
 
 
+def test_of_likeliest_tokens_of_one_text_the_likelier_is_told() -> None:
+    tokenizer = Tokenizer(models.BPE({"<unk>": 0, "▁a": 1, "<0x20>": 2, "▁": 3}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokens = [ScoredToken(1, " a", scored(-3.0, {2: -1.0, 3: -2.0}))]
+    written = json.loads("".join(LegacyLogprobs(TokenTexts(tokenizer, {})).of(tokens)))
+    assert written["top_logprobs"] == [{" ": -1.0, " a": -3.0}]
+
+
 async def test_echo(stack: Stack) -> None:
     stack.says(" world")
     completion = len(stack.encode(" world"))
