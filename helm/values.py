@@ -5,12 +5,13 @@ Names are camelCase here since they are the chart's keys. `None` stands for "com
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic.config import JsonDict
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
 Quantity = Annotated[str | int, Field(description="A Kubernetes quantity.")]
 Scalar = str | int | float | bool
+Setting = Annotated[Scalar | list[Any] | None, WithJsonSchema({"type": ["string", "integer", "number", "boolean", "array", "null"]})]
 Labels = dict[str, Scalar]
 Object = dict[str, Any]
 Objects = list[Object]
@@ -97,8 +98,8 @@ class Component(Values):
     image: Image
     replicas: int = Field(default=1, ge=0, le=1000)
     """Pods; with LeaderWorkerSet groups."""
-    settings: dict[str, Scalar | None] = {}
-    """Settings of the program, in its own names: `max_waiting_requests: 4096`. They win over what the chart computes."""
+    settings: dict[str, Setting] = {}
+    """Settings of the program, in its own names: `max_waiting_requests: 4096`; lists as lists. They win over what the chart computes."""
     extraArgs: list[str] = []
     """Further arguments of the program, each as it is."""
     extraEnv: dict[str, Scalar | None] = {}

@@ -59,7 +59,7 @@ metadata:
 {{- define "lockstep.string" -}}
 {{- if and (kindIs "float64" .) (eq . (floor .)) (lt . 1e15) (gt . -1e15) -}}
 {{- . | int64 | toString | quote -}}
-{{- else if kindIs "float64" . -}}
+{{- else if or (kindIs "float64" .) (kindIs "slice" .) -}}
 {{- . | toJson | quote -}}
 {{- else -}}
 {{- . | toString | quote -}}

@@ -15,6 +15,7 @@ from allpairspy import AllPairs
 
 from helm.generate import generated
 from services.gateway.settings import GatewaySettings
+from shared.settings import load
 from tests.system.chart.conftest import CHART, ROOT, Helm, Object, Refused, merged, of_kind, pod_specs, workloads
 
 HUB = {"type": "huggingFace", "huggingFace": {"repository": "Qwen/Qwen3-0.6B"}}
@@ -436,6 +437,14 @@ def test_k8s_10_names_and_numbers_stay_what_they_are(helm: Helm) -> None:
     assert of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failureThreshold"] == 1_000_000
     secret = of_kind(helm.objects({"model": {"source": merged(HUB, {"huggingFace": {"token": "a", "secretKey": "true"}})}}), "Secret")
     kubernetes_validate.validate(secret, "1.33", strict=True)
+
+
+def test_a_list_among_the_settings_is_one_to_the_program(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> None:
+    origins = ["https://a.example", "https://b.example"]
+    objects = helm.objects({"gateway": {"settings": {"cors_origins": origins}}})
+    for variable in of_kind(objects, "Deployment", "gateway")["spec"]["template"]["spec"]["containers"][0]["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    assert load(GatewaySettings, "lockstep-gateway", []).cors_origins == origins
 
 
 def test_settings_win_over_what_the_chart_takes_from_the_pod(helm: Helm) -> None:
