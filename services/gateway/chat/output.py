@@ -51,7 +51,7 @@ class ThinkingParser:
 
     def __init__(self, is_thinking: bool) -> None:
         """is_thinking: the prompt has opened it."""
-        self._is_thinking = is_thinking
+        self.is_thinking = is_thinking
         self._is_over = False
         self._has_begun = False  # something but blanks has been thought, or said afterwards
         self._text = ""
@@ -61,22 +61,22 @@ class ThinkingParser:
         if self._is_over and self._has_begun:
             return "", text
         self._text += text
-        if not (self._is_thinking or self._is_over):
+        if not (self.is_thinking or self._is_over):
             start = self._text.lstrip()
             if THINK.startswith(start):  # nothing else has come
                 return "", ""
-            self._is_thinking = start.startswith(THINK)
-            self._is_over = self._has_begun = not self._is_thinking
+            self.is_thinking = start.startswith(THINK)
+            self._is_over = self._has_begun = not self.is_thinking
             if self._is_over:
                 return "", self._take()
             self._text = start.removeprefix(THINK)
-        reasoning = self._think() if self._is_thinking else ""
+        reasoning = self._think() if self.is_thinking else ""
         return reasoning, self._speak() if self._is_over else ""
 
     def finish(self) -> tuple[str, str]:
         """What was held back, at the end of the answer."""
-        text = self._take().rstrip() if self._is_thinking or self._is_over else self._take()
-        return (text, "") if self._is_thinking else ("", text)
+        text = self._take().rstrip() if self.is_thinking or self._is_over else self._take()
+        return (text, "") if self.is_thinking else ("", text)
 
     def _think(self) -> str:
         before, end, rest = split_at(self._text, END_OF_THINKING)
@@ -85,7 +85,7 @@ class ThinkingParser:
         shown = before.rstrip()
         self._has_begun = self._has_begun or bool(shown)
         if end:
-            self._is_thinking, self._is_over, self._has_begun = False, True, False
+            self.is_thinking, self._is_over, self._has_begun = False, True, False
             self._text = rest
         else:
             self._text = before[len(shown) :] + rest
@@ -105,12 +105,17 @@ class OutputParser:
     """One answer. However its text is cut into pieces, the parts together are the same."""
 
     def __init__(self, tools: ToolParser | None, thinks: bool, *, is_thinking: bool, parallel: bool) -> None:
-        self.has_thought = False
         self._thinking = ThinkingParser(is_thinking) if thinks else None
         self._tools = tools
         self._parallel = parallel
+        self._reasoning: list[str] = []
         self._blanks = ""  # at the beginning of the content or after a call: perhaps all that is there
         self._holds_blanks = tools is not None
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether there is any reasoning."""
+        return bool(self._reasoning)
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain with this piece."""
@@ -125,6 +130,8 @@ class OutputParser:
             parts = self._thought(*self._thinking.finish())
         if self._tools is None:
             return parts, reason
+        if self._thinking is not None and self._thinking.is_thinking and reason == "stop":  # models call without having ended it
+            parts += self._told(self._tools.push(self._tools.calls_at_end("".join(self._reasoning))))
         parts += self._told(self._tools.finish())
         if self._blanks and not self._tools.calls:
             parts.append(Content(self._blanks))
@@ -132,8 +139,10 @@ class OutputParser:
         return parts, "tool_calls" if called and reason == "stop" else reason
 
     def _thought(self, reasoning: str, rest: str) -> list[Part]:
-        self.has_thought = self.has_thought or bool(reasoning)
-        return [*([Reasoning(reasoning)] if reasoning else []), *self._answer(rest)]
+        if not reasoning:
+            return self._answer(rest)
+        self._reasoning.append(reasoning)
+        return [Reasoning(reasoning), *self._answer(rest)]
 
     def _answer(self, text: str) -> list[Part]:
         if self._tools is None:

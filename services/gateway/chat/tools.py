@@ -21,6 +21,7 @@ from services.gateway.chat.parts import CallArguments, CallBegun, Content, Part
 from services.gateway.chat.tagged_calls import FUNCTION, Schemas, TaggedCallReader
 
 BLANKS = " \t\r\n"
+MAX_AT_END = 1 << 15  # characters of calls that are read at once, while others wait: up to 30 ms
 
 # A call up to its arguments, whose brace is next.
 OBJECT_HEAD = re.compile(
@@ -203,6 +204,22 @@ class ToolParser:
         else:
             left = self._text.strip(BLANKS + self._form.separators) if self._is_between and self.calls else self._text
         return [*parts, Content(left)] if left else parts
+
+    def calls_at_end(self, text: str) -> str:
+        """The calls of tools with which a text ends; "" where anything follows them, and where they are very long."""
+        opening, closing = self._form.opening, self._form.closing
+        begin = end = len(text.rstrip())
+        while closing and text.endswith(closing, 0, end) and (opened := text.rfind(opening, 0, end)) >= 0:
+            begin = end = opened
+            while text[end - 1 : end].isspace():
+                end -= 1
+        if len(text) - begin > MAX_AT_END:
+            return ""
+        parser = ToolParser(self._form, self._tools)
+        parts = [*parser.push(text[begin:]), *parser.finish()]
+        said = any(part.text.strip() for part in parts if isinstance(part, Content))
+        known = all(part.name in self._tools for part in parts if isinstance(part, CallBegun))
+        return text[begin:] if known and not said and not parser.is_reading else ""
 
     def _step(self, parts: list[Part]) -> bool:
         """Takes some of the text; False when more must come first."""

@@ -313,6 +313,32 @@ def test_reasoning_then_calls() -> None:
     assert reason == "tool_calls"
 
 
+@pytest.mark.parametrize("calls", [HERMES, TAGGED])
+def test_calls_end_reasoning_that_has_no_end(calls: str) -> None:
+    text = f"<think>I look <tool_call> it up.\n{calls}"
+    for pieces in ([text], list(text)):
+        told, reason = read(Dialect("hermes", True), pieces)
+        assert (told["reasoning_content"], told["content"], calls_of(told)) == (text.removeprefix("<think>").rstrip(), None, CALLS)
+        assert reason == "tool_calls"
+    assert len(calls_of(read(Dialect("hermes", True), [text], parallel=False)[0])) == 1
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (HERMES, "length"),
+        (f"{HERMES} Or not?", "stop"),
+        (f"{HERMES}</think>", "stop"),
+        ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "stop"),
+        ("<tool_call>call it</tool_call>", "stop"),
+        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>', "stop"),
+    ],
+)
+def test_what_is_thought_is_no_call(text: str, reason: str) -> None:
+    told, finish_reason = read(Dialect("hermes", True), [text], reason, prompt="<think>")
+    assert ("tool_calls" in told, finish_reason) == (False, reason)
+
+
 def test_the_template_tells_the_dialect() -> None:
     assert format_of("{{ messages }}") is None
     assert format_of("{% if tools %}<tool_call>") == "hermes"
