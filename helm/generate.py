@@ -33,12 +33,13 @@ INTRODUCTION = """# Lockstep
 Serves a large language model on a Kubernetes GPU cluster behind an OpenAI-compatible endpoint.
 
 ```
-helm install lockstep helm/lockstep
+helm install lockstep helm/lockstep --set image.registry=registry.example.com/team --set image.tag=dev
 kubectl port-forward service/lockstep-gateway 8000:80
 curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{"model": "lockstep", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 ```
 
+Images are yours: `make wheels images CUDA=1` in the repository builds them, for x86-64, and `image.registry` is where you have pushed them.
 No other chart, operator or custom resource is needed. Without further values it serves a small demo model that the images
 hold; `model.source` names yours. `docs/operations.md` in the repository leads through an installation step by step.
 
