@@ -25,6 +25,7 @@ Requests = AsyncIterator[pb.ExecutionExecuteRequest]
 GONE = "the scheduler has gone"
 MAX_REASON = 500  # characters that are logged
 DRAINED_EVERY_S = 0.02
+MAX_REMAINING_MS = 2**32 - 1  # that a message can tell: seven weeks
 
 
 class Fenced(LockstepError):
@@ -218,7 +219,7 @@ class ExecutionService(ExecutionServicer):
         """Until the schedulers have let go of all groups, or the time is over."""
         until = time.monotonic() + within_s
         for group in self.groups.values():
-            group.drain(round(within_s * 1e3))
+            group.drain(min(round(within_s * 1e3), MAX_REMAINING_MS))
         while any(group.current is not None for group in self.groups.values()) and time.monotonic() < until:
             await asyncio.sleep(DRAINED_EVERY_S)
 

@@ -311,3 +311,17 @@ async def test_mod_07_a_port_in_use(tmp_path: Path, model: Path, shared_worker: 
     running = Worker(tmp_path, "--model", str(model), "--engine", "scripted", "--port", str(shared_worker.port))
     assert await running.ended(30) == 1
     assert f"cannot listen on 127.0.0.1:{shared_worker.port}" in running.last_line
+
+
+async def test_a_worker_that_may_take_years_to_drain_does_drain(tmp_path: Path, model: Path) -> None:
+    running = start(tmp_path, model, 0.0, 1, "--drain-s", "1e9")
+    try:
+        await running.ready()
+        async with execution(running.port) as stream:
+            running.process.terminate()
+            async for message in stream.incoming:
+                if message.WhichOneof("message") == "draining":
+                    break
+        assert await running.ended(30) == 0
+    finally:
+        running.clean_up()
