@@ -196,6 +196,8 @@ def test_kinds_that_the_cluster_does_not_know_are_left_out(helm: Helm) -> None:
         ({"enabled": False}, "enabled: false is for a chart that this one is part of"),
         ({"worker": {"settings": {"port": 7300}}}, "worker.settings.port"),
         ({"scheduler": {"settings": {"ADMIN_PORT": 9}}}, "scheduler.settings.ADMIN_PORT"),
+        ({"gateway": {"settings": {"drain_s": 300}}}, "gateway.settings.drain_s: set drainSeconds"),
+        ({"worker": {"settings": {"tensor_parallel_size": 2}}}, "worker.settings.tensor_parallel_size: set parallelism.tp"),
         (
             {"gateway": {"serviceAccount": {"name": "a"}}, "scheduler": {"serviceAccount": {"name": "a"}}},
             "scheduler.serviceAccount.create: gateway makes a already",
