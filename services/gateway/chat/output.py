@@ -12,6 +12,7 @@ from services.gateway.chat.tools import FORMATS, FormatName, ToolParser, format_
 THINK, END_OF_THINKING = "<think>", "</think>"
 
 ITERATED_ARGUMENTS = re.compile(r"arguments\s*(?:\|\s*|\.)items")
+CONCATENATED_ARGUMENTS = re.compile(r"""(?:\.arguments|\[['"]arguments['"]\])\s*[+~]""")  # without a filter that writes them
 
 ToolSetting = Literal["auto", "hermes", "llama3", "mistral", "off"]
 ReasoningSetting = Literal["auto", "think", "off"]
@@ -23,7 +24,9 @@ class Dialect:
 
     tools: FormatName | None
     thinks: bool
-    takes_objects: bool = False  # for the arguments of calls in a conversation, and nothing else
+    # For the arguments of calls in a conversation, and nothing else:
+    takes_objects: bool = False
+    takes_text: bool = False
 
     @classmethod
     def of(cls, template: str | None, tools: ToolSetting = "auto", reasoning: ReasoningSetting = "auto") -> "Dialect":
@@ -31,7 +34,9 @@ class Dialect:
         template = template or ""
         found = format_of(template) if tools == "auto" else None if tools == "off" else tools
         thinks = END_OF_THINKING in template if reasoning == "auto" else reasoning == "think"
-        return cls(found, thinks, bool(ITERATED_ARGUMENTS.search(template)))
+        takes_objects = bool(ITERATED_ARGUMENTS.search(template))
+        takes_text = not takes_objects and bool(CONCATENATED_ARGUMENTS.search(template))
+        return cls(found, thinks, takes_objects, takes_text)
 
     def parser(self, *, prompt: str, continued: str = "", tools: Schemas, parallel: bool = True) -> "OutputParser":
         """For an answer to the rendered prompt; `continued`: the message that it goes on with; `tools`: those that it may call;

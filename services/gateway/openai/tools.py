@@ -54,7 +54,7 @@ def template_tools(body: ConversationRequest, dialect: Dialect) -> list[dict[str
 
 
 def template_calls(message: ChatMessage, dialect: Dialect) -> list[dict[str, Any]]:
-    """The calls in a message of the assistant, their arguments as objects."""
+    """The calls in a message of the assistant, their arguments as objects, unless the template puts texts together."""
     return [_template_call(call, dialect) for call in message.tool_calls or []]
 
 
@@ -72,6 +72,8 @@ def _template_call(call: ToolCall, dialect: Dialect) -> dict[str, Any]:
         json.dumps(arguments, allow_nan=False)  # refuses what is infinite: 1e400
     except ValueError:  # a model may have written anything: then as it wrote it
         arguments = written
-    if dialect.takes_objects and not isinstance(arguments, dict):
+    if dialect.takes_text:
+        arguments = written if written.strip() else "{}"
+    elif dialect.takes_objects and not isinstance(arguments, dict):
         arguments = {"arguments": written}  # a conversation must be able to go on
     return {"id": template_id(call.id, dialect), "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

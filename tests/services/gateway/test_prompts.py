@@ -172,7 +172,12 @@ def test_a_conversation_goes_on_whatever_arguments_a_call_had(
     template = (
         "{% for call in messages[0].tool_calls %}{% for name, value in call.function.arguments|items %}{{ name }}={{ value }} {% endfor %}"
     )
-    for text, told in ((template + "{% endfor %}", named), ("{{ messages[0].tool_calls[0].function.arguments | tojson }}", whole)):
+    joined = "{{ 'f ' + messages[0].tool_calls[0]['function']['arguments'] + '\n' }}"
+    for text, told in (
+        (template + "{% endfor %}", named),
+        ("{{ messages[0].tool_calls[0].function.arguments | tojson }}", whole),
+        (joined, f"f {written or '{}'}\n"),
+    ):
         assert chat(with_template(tmp_path, text), [template_message(message, Dialect.of(text))]).text == told
 
 
