@@ -82,6 +82,7 @@ class Group:
         self.metrics = metrics
         self.last_times: PlanTimes | None = None  # of the last result
         self._prefill_rate = Throughput()  # of steps with prefill
+        self._full_rate = Throughput()  # of those among them that are full: a queue is computed in such, small prompts alone never are
         self._send, self._deliver, self._wake = send, deliver, wake
         self._gathering = Gathering()
         self._waking = False  # `on_time` will be called
@@ -162,7 +163,7 @@ class Group:
         The prompts before it have to be computed and, when all slots are taken, as many requests have to end as wait for one: by how long
         those that ended had theirs, since that none has ended lately tells nothing of when the next one does.
         """
-        rate = self._prefill_rate.per_second
+        rate = self._full_rate.per_second
         wait_s = self.backlog_tokens / rate if rate else 0.0
         if not self.slots.num_free:
             wait_s = max(wait_s, (len(self.waiting) + 1) * self.occupancy.stay_s.value / self.limits.slots)
@@ -224,6 +225,8 @@ class Group:
         self.lead.on_result(round((now - plan.sent_at) * 1e6) - result.hold_us, result.late_us if plan.followed else 0)
         if plan.prefill_tokens:
             self._prefill_rate.count(plan.prefill_tokens, step_us / 1e6)
+            if plan.decode_rows + plan.prefill_tokens >= self.planner.max_step_tokens:
+                self._full_rate.count(plan.prefill_tokens, step_us / 1e6)
         self.metrics.plan(plan.decode_rows, plan.prefill_tokens, len(result.ids))
         self.metrics.steps(len(result.ids), plan.decode_rows + plan.prefill_tokens, step_us / 1e6)
 

@@ -474,6 +474,20 @@ def test_who_could_not_start_in_time_is_refused_at_once() -> None:
     assert harness.submit(43, deadline_ms=2_000, delivered=(5,)) is None  # a resumed request is never refused for load
 
 
+def test_what_small_prompts_take_tells_nothing_of_a_long_queue() -> None:
+    harness = Harness()
+    for number in range(5):
+        harness.submit(number, max_tokens=1)
+        harness.finish(harness.groups[0])  # 2 tokens in 120 us, where 16 take 260
+    for number in range(5, 15):
+        assert harness.submit(number, max_tokens=1, prompt=(number,) * 60) is None
+    assert harness.submit(20, deadline_ms=20) is None
+    harness.compute(harness.groups[0], 3)
+    rejected = harness.submit(21, deadline_ms=5)  # 550 tokens before it take 9 ms
+    assert rejected is not None
+    assert rejected.reason == pb.REJECT_REASON_DEADLINE
+
+
 def test_that_none_has_ended_lately_is_no_reason_to_refuse_one() -> None:
     harness = Harness()
     for number in range(20):
