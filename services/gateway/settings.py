@@ -9,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 from services.gateway.chat.output import ReasoningSetting, ToolSetting
 from shared.settings import Addresses, AdminPort, ItlSlo, Settings, TraceEndpoint, TraceRatio, TtftSlo
 
+MAX_TIMEOUT_S = 2e6  # in milliseconds what a socket and a message hold: three weeks
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]  # printable ASCII, no blanks
 
 
@@ -43,7 +44,7 @@ class GatewaySettings(Settings):
     keep_alive_s: float = Field(15.0, gt=0, description="A stream that is silent for this long gets a comment frame.")
     first_token_timeout_s: float = Field(300.0, gt=0, description="A request without any token after this long is ended with an error.")
     idle_timeout_s: float = Field(120.0, gt=0, description="An answer that does not go on for this long is ended with an error.")
-    timeout_s: float = Field(600.0, gt=0, description="A request that takes longer is ended with an error.")
+    timeout_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="A request that takes longer is ended with an error.")
     drain_s: float = Field(30.0, ge=0, description="How long running answers may go on after a signal to stop.")
     api_keys: Path | None = Field(None, description="JSON file of API keys, made by 'lockstep key'; without one everybody may ask.")
     cors_origins: list[str] = Field([], max_length=32, description="A web origin whose pages may ask, like https://a.example; repeat it.")

@@ -54,7 +54,7 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Shape":
-        """Of a Hugging Face config.json. Raises ConfigError naming the field that is missing."""
+        """Of a Hugging Face config.json. Raises ConfigError telling of the field that is missing or makes no sense."""
         try:
             heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
             experts = int(config.get("num_experts") or config.get("num_local_experts") or 1)
@@ -71,8 +71,8 @@ class Shape:
                 experts=experts,
                 experts_per_token=int(config.get("num_experts_per_tok") or 1) if experts > 1 else 1,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"simulated_model: config.json does not tell the model's shape: {error!r}") from error
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(f"config: config.json does not tell the model's shape: {error!r}") from error
 
     @property
     def attention_weights(self) -> int:

@@ -1,8 +1,15 @@
 """How long a client is let wait, and for what."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
+from services.gateway.settings import MAX_TIMEOUT_S, GatewaySettings
+from shared.protocol.generation_pb2 import Submit
 from tests.processes import eventually_async
 from tests.services.gateway.conftest import EOS, Stack, assert_error
 
@@ -41,3 +48,13 @@ async def test_keep_alives_go_on_until_the_first_token_is_given_up(start: Start)
     answer = await stack.chat(stream=True)
     assert answer.text.count(": keep-alive\n\n") >= 2
     assert '"no token has come for' in answer.text
+
+
+def test_the_longest_time_of_a_request_fits_in_all_that_hold_it() -> None:
+    milliseconds = int(MAX_TIMEOUT_S * 1e3)
+    assert Submit(deadline_ms=milliseconds).deadline_ms == milliseconds
+    with socket.socket() as one:
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    longer: dict[str, Any] = {"served_model_name": ["tiny"], "timeout_s": MAX_TIMEOUT_S + 1}
+    with pytest.raises(ValidationError, match="timeout_s"):
+        GatewaySettings(**longer)

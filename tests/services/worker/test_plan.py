@@ -49,8 +49,11 @@ def test_as_few_gpus_as_the_weights_need(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_one_line(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    without_heads = config / "without_heads.json"
+    without_heads.write_text(json.dumps({**QWEN3_0_6B, "num_attention_heads": 0, "head_dim": None}))
     for arguments, named in (
         ([str(config / "nothing")], "config: "),
+        ([str(without_heads)], "config: "),
         ([str(config), "--tensor-parallel-size", "3"], "tensor_parallel_size: 16 heads and 8 KV heads"),
     ):
         monkeypatch.setattr("sys.argv", ["plan", *arguments])
