@@ -188,7 +188,7 @@ async def test_without_a_scheduler_requests_end_after_a_while_with_an_error_that
 
 
 async def test_the_deadline_of_a_request_counts_while_it_is_held(start: Any) -> None:
-    stack = await start(timeout_s=0.5)
+    stack = await start(timeout_s=1.5)
     stack.plays(stack.encode(TEXT), asyncio.Event())
     asked = asyncio.create_task(stack.chat())
     await eventually_async(lambda: stack.scheduler.submits)
