@@ -33,7 +33,7 @@ INNER = {
 def comparable(submit: Submit) -> Submit:
     """Without what differs from request to request."""
     copy = Submit.FromString(submit.SerializeToString())
-    for field in ("request", "request_id", "deadline_ms"):
+    for field in ("request", "request_id", "deadline_ms", "age_ms"):
         copy.ClearField(field)
     return copy
 
