@@ -179,11 +179,27 @@ async def connected(port: int) -> AsyncIterator[grpc.aio.Channel]:
         yield opened
 
 
+async def _described(stub: GenerationStub) -> None:
+    """Waits until the scheduler leads and has a group: at its start it is ready before, to stand by."""
+    async with asyncio.timeout(START_S):
+        while True:
+            try:
+                await stub.Describe(pb.GenerationDescribeRequest(protocol_version=PROTOCOL_VERSION))
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(0.02)
+            else:
+                return
+
+
 @contextlib.asynccontextmanager
 async def session(port: int) -> AsyncIterator[Client]:
     """A client of the scheduler at `port`. What fails in its reader fails the block."""
     async with connected(port) as opened, asyncio.TaskGroup() as tasks:
-        client = Client(GenerationStub(opened))
+        stub = GenerationStub(opened)
+        await _described(stub)
+        client = Client(stub)
         reader = tasks.create_task(client.read())
         yield client
         reader.cancel()
