@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import httpx
 import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import simulated_model
@@ -179,17 +180,11 @@ async def connected(port: int) -> AsyncIterator[grpc.aio.Channel]:
         yield opened
 
 
-async def _described(stub: GenerationStub) -> None:
+async def _serving(opened: grpc.aio.Channel) -> None:
     """Waits until the scheduler leads and has a group: at its start it is ready before, to stand by."""
     async with asyncio.timeout(START_S):
-        while True:
-            try:
-                await stub.Describe(pb.GenerationDescribeRequest(protocol_version=PROTOCOL_VERSION))
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-                await asyncio.sleep(0.02)
-            else:
+        async for health in health_pb2_grpc.HealthStub(opened).Watch(health_pb2.HealthCheckRequest()):
+            if health.status == health_pb2.HealthCheckResponse.SERVING:
                 return
 
 
@@ -197,9 +192,8 @@ async def _described(stub: GenerationStub) -> None:
 async def session(port: int) -> AsyncIterator[Client]:
     """A client of the scheduler at `port`. What fails in its reader fails the block."""
     async with connected(port) as opened, asyncio.TaskGroup() as tasks:
-        stub = GenerationStub(opened)
-        await _described(stub)
-        client = Client(stub)
+        await _serving(opened)
+        client = Client(GenerationStub(opened))
         reader = tasks.create_task(client.read())
         yield client
         reader.cancel()
