@@ -23,7 +23,6 @@ from benchmarks.report import Report, Value
 from benchmarks.tune_layers import LayerTuner, choices_of
 from benchmarks.tune_norms import Around, around_norm, compile_around, decide_norm
 from benchmarks.tuning import PROCESSES, RenewedTable, compilers
-from kernels.linear import MAX_ROWS
 from kernels.skinny_linear import Config
 from shared.errors import ConfigError
 
@@ -143,14 +142,13 @@ def _decide(final: Finals, renewed: RenewedTable) -> tuple[Sequence[Value], list
     each, count, configs = final
     inputs = Inputs(each, count)
     times, library_us, shape = inputs.timed(configs, FINE_REPLAYS), inputs.us(None, FINE_REPLAYS), each.shape
-    if count <= MAX_ROWS:
-        renewed.put(each.operation, shape, count, [])
+    renewed.put_product(each, count, None)
     if not times:
         return (each.operation, shape, count, library_us, None, "library", each.weight_bytes / library_us / 1e6, None), []
     ours_us, tuned = times[0]
     won = ours_us < GAIN * library_us
     if won:
-        renewed.put(each.operation, shape, count, list(tuned))
+        renewed.put_product(each, count, tuned)
     rate, found = each.weight_bytes / min(ours_us, library_us) / 1e6, str([*tuned])
     print(f"{each.operation} {shape} M={count}: library {library_us:.2f}, ours {ours_us:.2f} us, {found}", flush=True)
     line = each.operation, shape, count, library_us, ours_us, "ours" if won else "library", rate, found

@@ -14,7 +14,6 @@ from benchmarks.kernels import ExpertLayer, KVCache, Layer
 from benchmarks.launches import time_launches
 from benchmarks.report import Value
 from benchmarks.tuning import RenewedTable
-from kernels.linear import MAX_ROWS
 from kernels.skinny_linear import Config
 
 PASSES = 2  # over the products of a layer
@@ -94,8 +93,7 @@ class LayerTuner:
 
     def _put(self, choices: Choices) -> None:
         for each, (tuned, is_lt) in choices.items():
-            if self.rows <= MAX_ROWS:
-                self.renewed.put(each.operation, each.shape, self.rows, list(tuned or ()))
+            self.renewed.put_product(each, self.rows, tuned)
             self.renewed.put("library", each.library_shape, self.rows, [1] if is_lt else [])
         self.renewed.serve()
 

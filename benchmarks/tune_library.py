@@ -14,7 +14,6 @@ from benchmarks.products import Inputs
 from benchmarks.report import Report, Value
 from benchmarks.tuning import RenewedTable
 from kernels.library import preferring
-from kernels.linear import MAX_ROWS
 from shared.errors import ConfigError
 
 ROWS = (8, 16, 32, 64, 128, 256)
@@ -50,6 +49,6 @@ def _decide(each: Product, rows: int, renewed: RenewedTable) -> Sequence[Value]:
     us, lt_us = min(times_us), min(lt_times_us)
     won, without = lt_us < GAIN * us, "cuBLAS" if tuned is None else "ours"
     renewed.put("library", each.library_shape, rows, [1] if won else [])
-    if won and rows <= MAX_ROWS:
-        renewed.put(each.operation, each.shape, rows, [])
+    if won:
+        renewed.put_product(each, rows, None)
     return each.operation, each.shape, rows, without, us, lt_us, "cuBLASLt" if won else without

@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 import triton
 
+from benchmarks.candidates import Product
 from benchmarks.launches import DTYPE
+from kernels.linear import MAX_ROWS
+from kernels.skinny_linear import Config
 from kernels.tuning import bits, file_name, forget, tables
 
 PROCESSES = 14  # that compile at the same time
@@ -34,6 +37,11 @@ class RenewedTable:
 
     def put(self, operation: str, shape: str, rows: int, entry: list[int]) -> None:
         self.entries.setdefault(operation, {}).setdefault(shape, {})[str(rows)] = entry
+
+    def put_product(self, each: Product, rows: int, tuned: Config | None) -> None:
+        """None: the library's. Nothing is written of more rows than our kernel is considered for."""
+        if rows <= MAX_ROWS:
+            self.put(each.operation, each.shape, rows, list(tuned or ()))
 
     def serve(self) -> None:
         """Has the operations of this process take what is in `entries` now."""
