@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import models, tune, tune_attention, tune_library
+from benchmarks import models, tune, tune_attention, tune_head, tune_library
 from benchmarks.allreduce import SIZES, allreduce
 from benchmarks.capacity import capacity
 from benchmarks.comparison import comparison
@@ -356,6 +356,18 @@ def _tune_library(
 ) -> None:
     """Where cuBLASLt is faster than cuBLAS and our products, as the table that the kernels read."""
     _finish(tune_library.tune_library(model, rows, tensor_parallel_size, out), out)
+
+
+@app.command("tune-head")
+def _tune_head(
+    model: Model = MODELS,
+    rows: Annotated[list[int], typer.Option(min=1, help="Most rows of an entry; repeatable.")] = list(tune_head.ROWS),  # noqa: B006
+    tensor_parallel_size: Annotated[list[int], typer.Option(min=1, help="Ranks of a group, whose shares are tuned; repeatable.")] = [1],  # noqa: B006
+    limit_s: Annotated[float, typer.Option(min=1, help="When to stop; what is not reached stays as it is.")] = 600.0,
+    out: Out = OUT,
+) -> None:
+    """Where the head chooses tokens as it multiplies, and by what tiles, as the table that the kernels read."""
+    _finish(tune_head.tune_head(model, rows, tensor_parallel_size, limit_s, out), out)
 
 
 @app.command("tune-experts")

@@ -7,7 +7,7 @@ are gathered from the runs that reach it, and the cut is searched among them. Ro
 import triton
 import triton.language as tl
 
-from kernels.noise import gumbel_block
+from kernels.noise import noisy_block
 from kernels.search import BLOCK, find_cut, gather, kth_largest_bound, logit_of, order_key, write_hits
 
 
@@ -94,7 +94,7 @@ def _choose(
         kept &= (tl.exp((logits - largest) / temperature) >= least) & (index < count)
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             column = tl.load(ids_ptr + index, mask=index < count, other=0) if GATHERED else index
-            score = tl.where(kept, logits / temperature + gumbel_block(seed, position, first + column), float("-inf"))
+            score = tl.where(kept, noisy_block(logits, temperature, seed, position, first + column), float("-inf"))
             block_best, place = tl.max(score, axis=0, return_indices=True)
             if block_best > best:
                 best = block_best

@@ -10,14 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import cdiv, next_power_of_2, pdl_options
-from kernels.noise import gumbel, gumbel_block
-from kernels.sampling import FAILED, GREEDY_BELOW
+from kernels.noise import GREEDY_BELOW, gumbel, noisy_block
 from kernels.search import order_key
 
+FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN
 LOW = tl.constexpr(2**32 - 1)
 NAN = tl.constexpr(2**63 - 1)  # of a row that is to fail: no other is larger
+UNDECIDED = tl.constexpr(-(2**63))  # of a row that is to be chosen from its logits: every other is larger
 SIGN = tl.constexpr(2**31 - 1)  # all bits of a float but its sign
 ROWS = 128  # of a program
+BLOCK = 4096  # offers of a program: fewer rows, where each has many
 
 
 def offer(
@@ -88,8 +90,10 @@ def best_offer_triton(offers: Tensor) -> Tensor:
     rows, ranks = offers.shape
     ids = torch.empty(rows, dtype=torch.int32, device=offers.device)
     if rows:
-        _best_offer_kernel[(cdiv(rows, ROWS),)](
-            offers, ids, rows, ranks, *offers.stride(), next_power_of_2(ranks), ROWS, num_warps=4, **pdl_options(offers.device)
+        ranks_block = next_power_of_2(ranks)
+        block = max(min(ROWS, BLOCK // ranks_block), 1)
+        _best_offer_kernel[(cdiv(rows, block),)](
+            offers, ids, rows, ranks, *offers.stride(), ranks_block, block, num_warps=4, **pdl_options(offers.device)
         )  # fmt: skip
     return ids
 
@@ -111,7 +115,7 @@ def _offer_kernel(
         temperature = tl.load(temperature_ptr + row, mask=inside, other=1.0)
         random = temperature >= GREEDY_BELOW
         seeds, positions = tl.load(seeds_ptr + row, mask=inside, other=0), tl.load(positions_ptr + row, mask=inside, other=0)
-        noisy = scores / tl.where(random, temperature, 1.0) + gumbel_block(seeds, positions, id_)
+        noisy = noisy_block(scores, tl.where(random, temperature, 1.0), seeds, positions, id_)
         scores = tl.where(random, noisy, scores)
     key = (order_key(scores).to(tl.int64) << 32) | (id_.to(tl.int64) ^ LOW)
     tl.store(offers_ptr + row, tl.where(failed, NAN, key), mask=inside)
@@ -127,7 +131,11 @@ def _best_offer_kernel(
     row, rank = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
     inside = (row < rows)[:, None] & (rank < ranks)[None, :]
     place = row.to(tl.int64)[:, None] * row_stride + rank[None, :] * rank_stride
-    offers = tl.load(offers_ptr + place, mask=inside, other=-NAN)
+    offers = tl.load(offers_ptr + place, mask=inside, other=UNDECIDED)
     largest = tl.max(offers, axis=1)
-    ids = tl.where(largest == NAN, FAILED, ((largest & LOW) ^ LOW).to(tl.int32))
-    tl.store(ids_ptr + row, ids, mask=row < rows)
+    tl.store(ids_ptr + row, id_of(largest), mask=row < rows)
+
+
+@triton.jit
+def id_of(offer):
+    return tl.where(offer == NAN, FAILED, ((offer & LOW) ^ LOW).to(tl.int32))

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kernels.filters import is_ranked
 from kernels.launch import cdiv, next_power_of_2, pdl_options
-from kernels.noise import gumbel, gumbel_bound, uniform_block
+from kernels.noise import GREEDY_BELOW, gumbel, gumbel_bound, uniform_block
+from kernels.offers import FAILED, UNDECIDED, best_offer_torch, id_of
 from kernels.search import LOG2_E
 from kernels.trials import OPEN, RANKED, SETTLED, best_column, most_before, settle, tile_masses
 
-GREEDY_BELOW = tl.constexpr(1e-5)  # temperature under which a row is greedy: dividing by less overflows float32
-FAILED = tl.constexpr(-2)  # the id of a row whose logits hold a NaN
 TILE = 2048  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
 RUN = 128  # columns of which the first pass keeps a maximum
 SCAN_WARPS, CHOOSE_WARPS = 4, 8
@@ -40,6 +39,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     first: int = 0,
+    offers: Tensor | None = None,
 ) -> Tensor:
     """logits `[B, V]`, float32, float16 or bfloat16; temperature, top_p and min_p (at most 1) float32, top_k, positions int32, seeds
     int64, `[B]` -> ids `[B]` int32.
@@ -48,9 +48,11 @@ def sample(
     these, renormalised, up to and including the one that crosses `top_p` (at least the first); those of probability at least
     `min_p` times the largest. Then `argmax(logit / temperature + noise)` over the ids kept, the noise a function of (seed,
     position, id) alone. Temperature 0 (below 1e-5) is greedy. A row with a NaN gives -2. A row's id depends on that row only.
+
+    offers `[B, T]` int64, as `kernels.offering_head` makes them: what else is asked for of a row that is decided by them does not count.
     """
     implementation = sample_triton if logits.is_cuda else sample_torch
-    return implementation(logits, temperature, top_k, top_p, min_p, seeds, positions, first)
+    return implementation(logits, temperature, top_k, top_p, min_p, seeds, positions, first, offers)
 
 
 def greedy_torch(logits: Tensor) -> Tensor:
@@ -68,6 +70,7 @@ def sample_torch(
     seeds: Tensor,
     positions: Tensor,
     first: int = 0,
+    offers: Tensor | None = None,
 ) -> Tensor:
     logits = logits.float()
     random = temperature >= GREEDY_BELOW.value
@@ -80,7 +83,8 @@ def sample_torch(
         ids = torch.arange(first, first + logits.shape[1], device=logits.device)
         scaled[random] += gumbel(seeds[random], positions[random], ids)
     failed = logits.isnan().any(dim=1)
-    return (greedy_torch(scaled) + first).masked_fill_(failed, FAILED.value)
+    ids = (greedy_torch(scaled) + first).masked_fill_(failed, FAILED.value)
+    return ids if offers is None else ids.where(offers[:, 0] == UNDECIDED.value, best_offer_torch(offers))
 
 
 def kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ def kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
 
 
 def greedy_triton(logits: Tensor) -> Tensor:
-    return _launch(logits, None, None, None, None, None, None, 0)
+    return _launch(logits, None, None, None, None, None, None, 0, None)
 
 
 def sample_triton(
@@ -110,8 +114,9 @@ def sample_triton(
     seeds: Tensor,
     positions: Tensor,
     first: int = 0,
+    offers: Tensor | None = None,
 ) -> Tensor:
-    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first)
+    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, first, offers)
 
 
 def _launch(
@@ -123,6 +128,7 @@ def _launch(
     seeds: Tensor | None,
     positions: Tensor | None,
     first: int,
+    offers: Tensor | None,
 ) -> Tensor:
     (rows, columns), device = logits.shape, logits.device
     ids = torch.empty(rows, dtype=torch.int32, device=device)
@@ -135,13 +141,14 @@ def _launch(
     flags = torch.empty(random_rows, dtype=torch.int32, device=device)
     totals = torch.empty(random_rows, 2, dtype=torch.float32, device=device)
     parameters = (temperature, top_k, top_p, min_p, seeds, positions)
+    offered = 0 if offers is None else offers.shape[1]
     _scan_kernel[(tiles, rows)](
-        logits, bounds, tops, masses, maxima, *parameters, first, columns, logits.stride(0), tiles, random, TILE, RUN,
-        num_warps=SCAN_WARPS, **pdl_options(device),
+        logits, bounds, tops, masses, maxima, *parameters, offers, first, columns, logits.stride(0), tiles, offered, random, offered > 0,
+        TILE, RUN, num_warps=SCAN_WARPS, **pdl_options(device),
     )  # fmt: skip
     _choose_kernel[(rows,)](
-        logits, bounds, tops, masses, ids, flags, totals, *parameters, first, columns, logits.stride(0), tiles, random,
-        TILE, next_power_of_2(tiles), num_warps=CHOOSE_WARPS, **pdl_options(device),
+        logits, bounds, tops, masses, ids, flags, totals, *parameters, offers, first, columns, logits.stride(0), tiles, offered, random,
+        TILE, next_power_of_2(tiles), next_power_of_2(offered) if offered else 0, num_warps=CHOOSE_WARPS, **pdl_options(device),
     )  # fmt: skip
     if random:
         settle(logits, ids, flags, totals, (bounds, tops, masses, maxima), parameters, first, TILE, RUN)
@@ -151,8 +158,8 @@ def _launch(
 @triton.jit
 def _scan_kernel(
     logits_ptr, bounds_ptr, tops_ptr, masses_ptr, maxima_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, first, columns, row_stride, tiles,
-    RANDOM: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, offers_ptr, first, columns, row_stride, tiles, offered,
+    RANDOM: tl.constexpr, OFFERED: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What a tile's scores are at most: its largest logit where rows are greedy or have a top-k, else with noise.
 
@@ -163,6 +170,9 @@ def _scan_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if OFFERED:  # noqa: SIM102 - one is known when this is compiled, the other is not
+        if tl.load(offers_ptr + row * offered) != UNDECIDED:
+            return
     if RANDOM:  # asked for together, and before the logits: no tile waits for one after the other
         temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
         top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
@@ -192,8 +202,8 @@ def _scan_kernel(
 @triton.jit
 def _choose_kernel(
     logits_ptr, bounds_ptr, tops_ptr, masses_ptr, ids_ptr, flags_ptr, totals_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, first, columns, row_stride, tiles,
-    RANDOM: tl.constexpr, TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, offers_ptr, first, columns, row_stride, tiles, offered,
+    RANDOM: tl.constexpr, TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, OFFERS_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best score of a row; where top-p may drop its column, that is the first trial. Rows with a top-k are left as they are."""
     row = tl.program_id(0).to(tl.int64)
@@ -204,6 +214,15 @@ def _choose_kernel(
         temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
         top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    if OFFERS_BLOCK:
+        offer_ptr = offers_ptr + row * offered
+        if tl.load(offer_ptr) != UNDECIDED:
+            number = tl.arange(0, OFFERS_BLOCK)
+            best = tl.max(tl.load(offer_ptr + number, mask=number < offered, other=UNDECIDED), axis=0)
+            tl.store(ids_ptr + row, id_of(best))
+            if RANDOM:
+                tl.store(flags_ptr + row, SETTLED)
+            return
     tile = tl.arange(0, TILES_BLOCK)
     place = row * tiles + tile
     bounds = tl.load(bounds_ptr + place, mask=tile < tiles, other=float("-inf"))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.filters import choose_ranked
 from kernels.launch import next_power_of_2, pdl_options
-from kernels.noise import gumbel_block
+from kernels.noise import noisy_block
 from kernels.search import LOG2_E, ROOM, WARPS
 
 # What is left to do of a row: nothing; to see whether its first trial is kept; to cut it with a top-k.
@@ -46,7 +46,7 @@ def best_column(
         if noisy:
             kept = (logits > end_logit) | ((logits == end_logit) & (column < end_column))
             kept &= tl.exp((logits - largest) / temperature) >= least
-            scores = tl.where(kept, logits / temperature + gumbel_block(seed, position, first + column), float("-inf"))
+            scores = tl.where(kept, noisy_block(logits, temperature, seed, position, first + column), float("-inf"))
         tile_best = tl.max(scores, axis=0)
         tile_winner = tl.min(tl.where(scores == tile_best, column, 2**30), axis=0)
         if (tile_best > best) | ((tile_best == best) & (tile_winner < winner)):

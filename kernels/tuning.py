@@ -1,14 +1,15 @@
 """What was measured to run fastest on a GPU: `tuning_NAME.json` beside this, written by `python -m benchmarks tune`, `tune-library`,
-`tune-attention` and `tune-experts`.
+`tune-head`, `tune-attention` and `tune-experts`.
 
     {TRITON: {"16 bits": {"linear": {"COLUMNSxSIZE": {"ROWS": [a skinny_linear.Config]}}, "gated_linear": the same,
                           "library": {"COLUMNSxSIZE": {"ROWS": [1] where cuBLASLt is faster than cuBLAS}},
+                          "offering_head": {"COLUMNSxSIZE": {"ROWS": [an offering_head.Config]}},
                           "decode_attention": {"QUERY_HEADSxKV_HEADSxHEAD_SIZE": {"ROWS": [a decode_splits.Config]}},
                           "moe": {"EXPERTSxCHOICESxHIDDENxINNER": {"TOKENS": [a moe.Config]}}}}}
 
 TRITON is the version that compiled what was measured, the bits are an element's: types of one size run alike. An entry serves up to that
-many rows, the least such entry. Where a product has none, or an empty one, the library's runs, and attention without one goes by rules; of
-experts the greatest serves more tokens, too.
+many rows, the least such entry. Where a product has none, or an empty one, the library's runs, a head makes logits only, and attention
+goes by rules; of experts the greatest serves more tokens, too.
 
 A size that was not measured with the Triton that runs has the entry of the latest other version: a compiler changes what tiles take by
 little, while a product without an entry takes up to four times as long. `borrowed` tells of what was served so.

@@ -34,6 +34,7 @@ from kernels import (
     logprobs,
     mailboxes,
     moe,
+    offering_head,
     offers,
     penalties,
     plan_unpack,
@@ -55,7 +56,8 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels d
 STACK_LIMIT = 40  # bytes of a thread: a few addresses kept across a loop; loops that spill take hundreds
 SPILLING_STACK_LIMIT = 512
 # Prefill attention of Hopper spills between its loops, once a tile; products of fixed tiles need not be fast.
-SPILLING = {(prefill_attention_hopper.__name__, 90), (fixed_linear.__name__, 80), (fixed_linear.__name__, 90)}
+# So does the head that chooses, when a tile's sums become scores.
+SPILLING = {(prefill_attention_hopper.__name__, 90), (offering_head.__name__, 90), (fixed_linear.__name__, 80), (fixed_linear.__name__, 90)}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a block
 DTYPE_NAMES = {
     torch.float32: "fp32",
@@ -260,6 +262,19 @@ def tuned_products(path: Path) -> None:
                 skinny_linear.linear_add_norm_triton(x, weight, None, zeros(int(rows), columns), norm, 1e-6, tuned)
 
 
+def tuned_heads(path: Path) -> None:
+    """Every configuration of a table: of greedy rows, of rows with a temperature, and of rows of which some ask for more."""
+    for _, shape, entries in measured(path, "offering_head"):
+        columns, size = map(int, shape.split("x"))
+        weight = torch.empty(columns, size, dtype=BFLOAT16)
+        for rows, entry in filter(itemgetter(1), entries.items()):
+            count, tuned = int(rows), offering_head.Config(*entry)
+            noise = zeros(count, dtype=torch.float32), zeros(count, dtype=torch.int64), int32(count)
+            for asked in ((), noise, (*noise, int32(count))):
+                offering_head.offering_head_triton(zeros(count, size), weight, columns, 0, tuned, *asked)
+            offers.best_offer_triton(zeros(count, -(-columns // tuned.column_block), dtype=torch.int64))
+
+
 def fixed_products() -> None:
     """Weights of each kind of tile."""
     for columns, size in ((1024, 3072), (6144, 5120), (34816, 4096)):
@@ -282,6 +297,7 @@ def samplers() -> None:
     parameters = (number, int32(4), number, number, zeros(4, dtype=torch.int64), int32(4))
     sampling.sample_triton(logits, *parameters)
     sampling.sample_triton(logits.to(BFLOAT16), *parameters, 75968)
+    sampling.sample_triton(logits, *parameters, offers=zeros(4, 2374, dtype=torch.int64))
     offers.offer_triton(logits, int32(4), 75968)
     offers.offer_triton(logits, int32(4), 75968, number, zeros(4, dtype=torch.int64), int32(4))
     offers.best_offer_triton(zeros(4, 2, dtype=torch.int64))
@@ -317,7 +333,7 @@ OPERATIONS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (biased_products, (3072, 1024)),
     (fixed_products, ()),
 ]
-TUNERS = tuned_products, tuned_experts, tuned_attention
+TUNERS = tuned_products, tuned_heads, tuned_experts, tuned_attention
 TUNED = [(90, tuned, (path,)) for tuned in TUNERS for path in TABLES]  # of GPUs of that generation, so far
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.offers import best_offer_torch, best_offer_triton, offer_torch, offer_triton
-from kernels.sampling import FAILED, greedy_torch, sample_torch
+from kernels.offers import FAILED, NAN, best_offer_torch, best_offer_triton, keys_of, offer_torch, offer_triton
+from kernels.sampling import greedy_torch, sample_torch
 from tests.kernels.support import DEVICE, generator, implementations, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # NumPy, in the interpreter
@@ -36,6 +36,13 @@ def test_the_best_offer_is_the_choice_among_all_columns(offer, best_offer, rows:
             offers.append(offer(own, ids.where(ids == FAILED.value, ids + first), first))
     expected = sample_torch(logits, temperature, zeros, ones, ones - 1, seeds, positions) if random else greedy_torch(logits)
     assert best_offer(torch.stack(offers, dim=1)).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("offer, best_offer", WAYS)
+def test_the_best_of_thousands(offer, best_offer) -> None:
+    offers = keys_of(randn(5, 2500, seed=1), torch.arange(2500, device=DEVICE))
+    offers[2, 2499], offers[3, 17] = NAN.value, NAN.value - 1
+    assert best_offer(offers).tolist() == best_offer_torch(offers).tolist()
 
 
 @pytest.mark.parametrize("offer, best_offer", WAYS)

@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 
 from kernels.noise import gumbel
-from kernels.sampling import FAILED, greedy_torch, greedy_triton, sample_torch, sample_triton
+from kernels.offers import FAILED, NAN, UNDECIDED, keys_of
+from kernels.sampling import greedy_torch, greedy_triton, sample_torch, sample_triton
 from kernels.search import ROOM
 from tests.chi_square import assert_distributed
 from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU, generator, implementations, randn
@@ -231,6 +232,20 @@ def test_a_row_does_not_depend_on_its_batch(implementation):
     together = implementation(logits, *arguments)
     alone = [implementation(logits[row : row + 1], *(argument[row : row + 1] for argument in arguments)) for row in range(len(FEW_ROWS))]
     assert torch.cat(alone).equal(together)
+
+
+@pytest.mark.parametrize("implementation", SAMPLERS)
+def test_a_row_with_offers_is_decided_by_them_whatever_its_logits_are(implementation):
+    logits, arguments = randn(len(FEW_ROWS), 4100, seed=1), parameters(FEW_ROWS, seed=3)
+    expected = implementation(logits, *arguments, 7)
+    offers = keys_of(randn(len(FEW_ROWS), 5, seed=2), torch.arange(30, 35, device=DEVICE))
+    offers[3, 4] = NAN.value
+    decided = torch.tensor([False, True, True, True, False], device=DEVICE)
+    offers[~decided] = UNDECIDED.value
+    logits[1], logits[2] = torch.nan, INFINITY
+    ids = implementation(logits, *arguments, 7, offers)
+    assert ids[~decided].equal(expected[~decided])
+    assert ids[decided].tolist() == [*(30 + offers.argmax(dim=1))[1:3].tolist(), FAILED.value]
 
 
 def exact(logits: Tensor, settings: Settings) -> Tensor:

@@ -91,7 +91,7 @@ class TorchEngine:
         self.penalties = Penalties(spec.slots + 1, self.sampler.columns, self.sampler.first, max_length, device)
         self.prompt_scores = PromptScores(spec.slots, self.sampler)
         self.max_length = max_length
-        kinds = variants(apart=isinstance(self.sampler, BestSampler))
+        kinds = variants(apart=isinstance(self.sampler, BestSampler) or head.makes_offers)
         self._rehearsal = Rehearsal(self.step, kinds, self.slots.padding, spec.slots, spec.max_step_tokens, device)
         self.caches: list[LayerCache] = []
         self.token_ids = torch.empty(0)  # [pages * page_size] int32: whose keys and values the cache holds at each place
@@ -185,31 +185,26 @@ class TorchEngine:
             max_query=max_query,
         )
 
-    def logits(self, batch: Batch) -> Tensor:
-        """float32, as the sampler wants them, before anything is forbidden or sampled."""
-        return self.sampler.logits(self.model(batch, self.caches))
-
-    def choose(self, batch: Batch, logits: Tensor, sampled: Tensor, features: Feature) -> Tensor:
-        """Samples from logits, which it may change, and advances the slots -> ids `[B]` int32, or with LOGPROBS a table of them.
+    def choose(self, batch: Batch, hidden: Tensor, sampled: Tensor, features: Feature) -> Tensor:
+        """Samples what follows from hidden states `[B, D]`, and advances the slots -> ids `[B]` int32, or with LOGPROBS a table of them.
 
         sampled `[B]` bool: the rows that yield a token.
         """
         state, sampler, slots, decodes = self.slots, self.sampler, batch.slots, batch.decode_rows
-        if features & ~Feature.SAMPLING:
-            logits = sampler.changeable(logits)
-        raw = logits.clone() if Feature.LOGPROBS in features else logits
+        sampling = state.sampling(slots, batch.lengths) if features else None
+        scores = sampler.score(hidden, sampling, features)
+        raw = scores.wanted_logits.clone() if Feature.LOGPROBS in features else None
         if Feature.PENALTIES in features:
             if batch.rows > decodes:
                 prefills = slots[decodes:], batch.lengths[decodes:], sampled[decodes:]
                 self.penalties.recount(*prefills, self.token_ids, state.page_table, self.page_size)
-            self.penalties.apply(logits, slots)
+            self.penalties.apply(scores.wanted_logits, slots)
         if Feature.LEAST_LENGTH in features:
-            state.forbid_early_end(logits, slots, batch.lengths, sampler.first)
-        tokens = sampler.choose(logits, state.sampling(slots, batch.lengths) if Feature.SAMPLING in features else None)
-        ids = state.advance(slots, batch.lengths, tokens, sampled)
+            state.forbid_early_end(scores.wanted_logits, slots, batch.lengths, sampler.first)
+        ids = state.advance(slots, batch.lengths, sampler.choose(scores, sampling), sampled)
         if Feature.PENALTIES in features:
             self.penalties.count(slots, ids)
-        return table(ids, batch.lengths, sampler.logprobs(raw, ids)) if Feature.LOGPROBS in features else ids
+        return ids if raw is None else table(ids, batch.lengths, sampler.logprobs(raw, ids))
 
     def step(self, sections: Sections, max_query: int, features: Feature) -> Tensor:
         """A whole step -> what `choose` gives; from what the device holds alone, so that it can be captured.
@@ -217,7 +212,7 @@ class TorchEngine:
         max_query: of the longest prefill chunk, or more.
         """
         batch = self.batch(sections, max_query)
-        return self.choose(batch, self.logits(batch), samples(sections), features)
+        return self.choose(batch, self.model(batch, self.caches), samples(sections), features)
 
     def _allocate(self, shape: CacheShape, pages: int) -> None:
         self.caches = allocate(shape, pages, self.device)

@@ -8,7 +8,7 @@ from enum import IntFlag
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.sampling import GREEDY_BELOW
+from kernels.noise import GREEDY_BELOW
 from shared.protocol.plan import SlotFlag
 
 

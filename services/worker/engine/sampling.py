@@ -5,20 +5,23 @@ B rows, D hidden size, V vocabulary, L this rank's columns of it, R ranks, C can
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.noise import GREEDY_BELOW
 from kernels.offers import NAN, SIGN, best_offer, ids_of, keys_of, offer, scores_of
-from kernels.sampling import GREEDY_BELOW, greedy, kept, sample
+from kernels.sampling import greedy, kept, sample
 from services.worker.distributed.board import Mark
 from services.worker.distributed.communicator import Communicator
+from services.worker.engine.features import Feature
 from services.worker.engine.logprobs import LogprobTensors, of_all, of_columns
 from services.worker.layers.vocabulary import VocabularyTable
 
 logger = logging.getLogger(__name__)
 
+ASKING = ~Feature.SAMPLING  # features of which any may change logits, or needs them
 CANDIDATES = 64  # that each rank offers for a row with top-k: 2 KB a row with four ranks, where all of 150,000 logits are 600
 
 
@@ -32,34 +35,56 @@ class Sampling:
     min_p: Tensor  # [B] float32
     seeds: Tensor  # [B] int64
     positions: Tensor  # [B] int32
+    asks: Tensor  # [B] int32: not 0 for a row that asks for more than a temperature, which is chosen from its logits
 
     def __getitem__(self, rows: Tensor) -> "Sampling":
-        return Sampling(*(each[rows] for each in self.tensors))
+        return Sampling(*(each[rows] for each in (*self.tensors, self.asks)))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions
 
+    @property
+    def noise(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.temperature, self.seeds, self.positions
+
+
+class Scores(NamedTuple):
+    """Of rows, what they are chosen by. At least one is there; where a row is decided by offers, its logits may be anything."""
+
+    logits: Tensor | None  # [B, `columns`] float32, and `[B, L]` where no row asks for more than a temperature
+    offers: Tensor | None = None  # [B, T] int64, see `kernels.offers`
+
+    @property
+    def wanted_logits(self) -> Tensor:
+        """Of a step with features that change logits, or need them."""
+        assert self.logits is not None, "scored without these features"
+        return self.logits
+
 
 class Sampler(Protocol):
-    first: int  # the vocabulary id of the logits' first column
-    columns: int  # of the logits
+    first: int  # the vocabulary id of the first column of logits that may be changed
+    columns: int  # of these
+
+    def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
+        """Hidden states `[B, D]` -> what `choose` wants. sampling: None if no row asks for anything.
+
+        If a row may ask for more than a temperature, there are the logits of those that do; with LOGPROBS those of all rows.
+        """
+
+    def choose(self, scores: Scores, sampling: Sampling | None) -> Tensor:
+        """Tokens `[B]` int32, the same on every rank; -2 for a row with a NaN. None: all rows are greedy."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """Hidden states `[B, D]` -> the logits that `choose` and `logprobs` want, float32."""
-
-    def changeable(self, logits: Tensor) -> Tensor:
-        """The same for rows that ask for more than a temperature: the columns that `first` and `columns` tell of."""
-
-    def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
-        """Tokens `[B]` int32, the same on every rank; -2 for a row with a NaN. None: all rows are greedy."""
+        """Hidden states `[B, D]` -> what `logprobs` wants, float32."""
 
     def logprobs(self, logits: Tensor, chosen: Tensor) -> LogprobTensors:
         """Of the ids chosen `[B]` int32, the same on every rank; from logits that nothing has changed."""
 
 
 class FullSampler:
-    """Every rank gathers all logits, and chooses for itself: `4 * V / R` bytes a row from each."""
+    """Every rank gathers all logits, and chooses for itself: `4 * V / R` bytes a row from each. A rank alone takes offers where its head
+    makes them."""
 
     first = 0
 
@@ -67,15 +92,20 @@ class FullSampler:
         self._head = head
         self.columns = head.vocab_size
 
+    def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
+        scores = _scores(self._head, x, sampling, features) if self._head.group.size == 1 else None
+        return scores or Scores(self.logits(x))
+
+    def choose(self, scores: Scores, sampling: Sampling | None) -> Tensor:
+        logits, offers = scores
+        if logits is None:
+            assert offers is not None
+            return best_offer(offers)
+        return greedy(logits) if sampling is None else sample(logits, *sampling.tensors, offers=offers)
+
     def logits(self, x: Tensor) -> Tensor:
         """`[B, V]`."""
         return self._head.logits(x)
-
-    def changeable(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
-        return greedy(logits) if sampling is None else sample(logits, *sampling.tensors)
 
     def logprobs(self, logits: Tensor, chosen: Tensor) -> LogprobTensors:
         return of_all(logits, chosen)
@@ -89,18 +119,22 @@ class BestSampler(FullSampler):
         super().__init__(head)
         self._group = head.group
 
+    def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
+        logits, offers = _scores(self._head, x, sampling, features) or Scores(self.logits(x))
+        if offers is not None:
+            offers = self._group.all_gather(offers.amax(dim=1, keepdim=True))
+        if logits is not None and features & ASKING:
+            logits = self._group.all_gather(logits)[:, : self.columns]
+        return Scores(logits, offers)
+
+    def choose(self, scores: Scores, sampling: Sampling | None) -> Tensor:
+        if scores.logits is None or scores.logits.shape[1] == self.columns:
+            return super().choose(scores, sampling)
+        return _best(scores.logits, self._head.first, sampling, self._group)
+
     def logits(self, x: Tensor) -> Tensor:
         """`[B, L]`: this rank's columns, -inf where they are padding."""
         return self._head.local_logits(x)
-
-    def changeable(self, logits: Tensor) -> Tensor:
-        """`[B, V]`."""
-        return self._group.all_gather(logits)[:, : self.columns]
-
-    def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
-        if logits.shape[1] == self.columns:
-            return super().choose(logits, sampling)
-        return _best(logits, self._head.first, sampling, self._group)
 
     def logprobs(self, logits: Tensor, chosen: Tensor) -> LogprobTensors:
         if logits.shape[1] == self.columns:
@@ -120,14 +154,15 @@ class CandidateSampler:
         self.first, self.columns = head.first, len(head.weight)
         self._told = False
 
+    def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
+        return Scores(self.logits(x))
+
     def logits(self, x: Tensor) -> Tensor:
         """`[B, L]`: this rank's columns, -inf where they are padding."""
         return self._head.local_logits(x)
 
-    def changeable(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
+    def choose(self, scores: Scores, sampling: Sampling | None) -> Tensor:
+        logits = scores.wanted_logits
         if sampling is None:
             return self._best(logits, None)
         top_k, vocab_size = sampling.top_k, self._head.vocab_size
@@ -175,6 +210,14 @@ def sampler_of(kind: Literal["full", "best", "candidates"], head: VocabularyTabl
     if kind == "candidates":
         return CandidateSampler(head, mark)
     return BestSampler(head) if kind == "best" and head.group.size > 1 else FullSampler(head)
+
+
+def _scores(head: VocabularyTable, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores | None:
+    """Of this rank's columns, where its head makes offers."""
+    noise = () if sampling is None else sampling.noise
+    asks = sampling.asks if sampling is not None and features & ASKING else None
+    scored = head.offers(x, noise, asks, every=Feature.LOGPROBS in features)
+    return None if scored is None else Scores(scored.logits, scored.offers)
 
 
 def _best(logits: Tensor, first: int, sampling: Sampling | None, group: Communicator) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.advance import advance
 from kernels.early_end import forbid_early_end
+from kernels.noise import GREEDY_BELOW
 from services.worker.engine.sampling import Sampling
 from services.worker.engine.sizes import aligned
 from shared.protocol.plan import ADMISSION, MAX_STOP_IDS, NO_STOP_ID, SlotFlag
@@ -31,6 +32,15 @@ def floats_of(records: Tensor, name: str) -> Tensor:
     return column_of(records, name).contiguous().view(torch.float32)
 
 
+def asks_for_more(records: Tensor) -> Tensor:
+    """Which of `[A, 32]` int32 ask for more than a temperature, and so for their logits, `[A]` bool: as the host's `SlotFeatures`."""
+    top_k, top_p, min_p = column_of(records, "top_k"), floats_of(records, "top_p"), floats_of(records, "min_p")
+    filtered = (floats_of(records, "temperature") >= GREEDY_BELOW.value) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    changed = (column_of(records, "flags") & (SlotFlag.PENALTIES | SlotFlag.BIASES)) != 0
+    asks: Tensor = filtered | changed | (column_of(records, "min_length") > column_of(records, "prompt_length"))
+    return asks
+
+
 class Slots:
     """Structure of arrays by slot. A slot that nobody was admitted to is done."""
 
@@ -49,7 +59,8 @@ class Slots:
         self.length = self._progress[0]  # tokens whose keys and values are in the cache
         self.last_token = self._progress[1]  # what the next decode row computes, at position `length`
         self.done = torch.ones(slots, dtype=torch.bool, device=eos_ids.device)
-        self._kept = ints(len(_KEPT), row)[:, :slots]
+        self._kept = ints(len(_KEPT) + 1, row)[:, :slots]
+        self.asks = self._kept[-1]  # 1: for more than a temperature, in all that its request yields
         self.min_length, self.max_length = self._kept[0], self._kept[1]
         self._sampling = self._kept[_KEPT.index("temperature") :]  # a step takes the columns of its rows in one launch
         self.ignore_eos = torch.zeros_like(self.done)
@@ -71,7 +82,8 @@ class Slots:
         self.page_table.index_fill_(0, slots, 0)
         self._progress.index_fill_(1, slots, 0)
         self.done.index_fill_(0, slots, False)
-        self._kept.index_copy_(1, slots, records[:, _KEPT_COLUMNS].T)
+        self._kept[:-1].index_copy_(1, slots, records[:, _KEPT_COLUMNS].T)
+        self.asks.index_copy_(0, slots, asks_for_more(records).int())
         self._seed_words.index_copy_(0, slots, records[:, seed : seed + 2])
         self.stop_ids.index_copy_(0, slots, records[:, stop_ids : stop_ids + MAX_STOP_IDS])
         self.ignore_eos.index_copy_(0, slots, (column_of(records, "flags") & SlotFlag.IGNORE_EOS).bool())
@@ -88,9 +100,9 @@ class Slots:
 
     def sampling(self, slots: Tensor, positions: Tensor) -> Sampling:
         """How rows are sampled; a row's noise depends on its seed and the position `[B]` of the token in its sequence only."""
-        temperature, top_k, top_p, min_p = self._sampling.index_select(1, slots)
+        temperature, top_k, top_p, min_p, asks = self._sampling.index_select(1, slots)
         temperature, top_p, min_p = (row.view(torch.float32) for row in (temperature, top_p, min_p))
-        return Sampling(temperature, top_k, top_p, min_p, self.seed.index_select(0, slots), positions)
+        return Sampling(temperature, top_k, top_p, min_p, self.seed.index_select(0, slots), positions, asks)
 
     def advance(self, slots: Tensor, lengths: Tensor, tokens: Tensor, samples: Tensor) -> Tensor:
         """After a step: tokens `[B]` int32 sampled, lengths `[B]` int32 now in the cache, samples `[B]` bool the rows that yield one.

@@ -67,17 +67,17 @@ class TorchStep:
         return torch.cat((result[:decodes], result[begin : begin + prefills])) if decodes else result[:prefills]
 
     def forward(self) -> tuple[Batch, Tensor]:
-        """This iteration's batch and its logits."""
+        """This iteration's batch and its last hidden states `[B, D]`."""
         engine = self.engine
         batch = engine.batch(self.sections, int(self.plan.prefill_lengths.max(initial=0)))
         scored = scored_tokens(self.plan, engine.device)
         if scored is None:
-            return batch, engine.logits(batch)
+            return batch, engine.model(batch, engine.caches)
         assert batch.last_tokens is not None, "prompts are scored in prefill"
         hidden = engine.model(replace(batch, last_tokens=torch.cat((batch.last_tokens, scored))), engine.caches)
         self.scores = engine.prompt_scores.score(self.plan, self.sections["prefill_ids"], hidden[batch.rows :])
-        return batch, engine.sampler.logits(hidden[: batch.rows])
+        return batch, hidden[: batch.rows]
 
-    def choose(self, batch: Batch, logits: Tensor) -> Tensor:
+    def choose(self, batch: Batch, hidden: Tensor) -> Tensor:
         """The engine's, with the plan's flags and what its rows ask for."""
-        return self.engine.choose(batch, logits, samples(self.sections), self.engine.features.of(self.plan.row_slots))
+        return self.engine.choose(batch, hidden, samples(self.sections), self.engine.features.of(self.plan.row_slots))

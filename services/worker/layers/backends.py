@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.fixed_linear import fixed_gated_linear, fixed_linear
 from kernels.linear import gated_linear, linear, widened_linear
 from kernels.moe import fixed_moe, moe, moe_add_norm
+from kernels.offering_head import Scored, offering_head
 from kernels.rope import rope_and_store
 from kernels.rotated_attention import rotated_attention
 from services.worker.attention.paged import chunked_attention, paged_attention
@@ -28,6 +29,8 @@ from services.worker.moe.grouped import grouped
 LinearBackend = Callable[[Any, Tensor, Tensor | None], Tensor]
 # x [B, D], weight [V, D] -> [B, V] float32
 LogitsBackend = Callable[[Tensor, Tensor], Tensor]
+# see `kernels.offering_head`; None: by the logits
+OffersBackend = Callable[..., Scored | None]
 # q [T, Q, H], a layer's cache, the batch, the scale of scores, the window or None -> [T, Q, H]; see `attention.paged`
 AttentionBackend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
 # x [T, D], gate_up [E, 2 * I, D], down [E, D, I], the router's logits [T, E], experts of a token, whether their weights are scaled
@@ -51,6 +54,7 @@ class Backends:
     attend_rotated: RotatedAttentionBackend | None = None  # of decode rows that `rotates_within` names; None: rotate, then attend
     begins_norms: bool = False  # whether the products around a norm may make it: see `kernels.linear.begins_norm`
     add_experts: AddExpertsBackend | None = None  # None: experts, then the norm of the group
+    offers: OffersBackend | None = None  # None: rows are chosen by their logits, all of them
 
 
 def backends(group: Communicator, device: torch.device, deterministic: bool) -> Backends:
@@ -68,6 +72,7 @@ def backends(group: Communicator, device: torch.device, deterministic: bool) -> 
             attend_rotated=rotated_attention if on_gpu else None,
             begins_norms=alone,
             add_experts=moe_add_norm if on_gpu and alone else None,
+            offers=offering_head if on_gpu else None,
         )
     if on_gpu:
         return Backends(

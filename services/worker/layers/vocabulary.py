@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.embedding import embedding
+from kernels.offering_head import Scored, is_measured
 from services.worker.distributed.communicator import Communicator
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import ALL
@@ -36,6 +37,16 @@ class VocabularyTable(nn.Module):
         logits = self.backends.logits(x, self.weight)
         logits[:, self.real :] = -torch.inf
         return logits
+
+    @property
+    def makes_offers(self) -> bool:
+        """Of some numbers of rows at least."""
+        return self.backends.offers is not None and is_measured(self.weight.device, self.weight.dtype, *self.weight.shape)
+
+    def offers(self, x: Tensor, noise: tuple[Tensor, Tensor, Tensor] | tuple[()], asks: Tensor | None, every: bool) -> Scored | None:
+        """As of `kernels.offering_head`, of this rank's ids; noise: temperature, seeds and positions. None: take the logits."""
+        backend = self.backends.offers
+        return None if backend is None else backend(x, self.weight, self.real, self.first, *noise, asks=asks, every=every)
 
     def logits(self, x: Tensor) -> Tensor:
         """x `[B, D]` -> `[B, V]` float32, the same on every rank."""

@@ -17,7 +17,8 @@ from kernels.sampling import sample
 from services.worker.distributed.board import Board, Mark
 from services.worker.distributed.communicator import SingleCommunicator
 from services.worker.distributed.torch_group import in_columns
-from services.worker.engine.sampling import CANDIDATES, BestSampler, CandidateSampler, FullSampler, Sampling
+from services.worker.engine.features import ALL_SAMPLING, NO_FEATURES, Feature
+from services.worker.engine.sampling import CANDIDATES, BestSampler, CandidateSampler, FullSampler, Sampler, Sampling
 from services.worker.engine.slots import Slots
 from services.worker.layers.backends import Backends
 from services.worker.layers.vocabulary import VocabularyTable
@@ -61,6 +62,11 @@ def given_logits(group: Threads, logits: Tensor) -> VocabularyTable:
     return head
 
 
+def tokens_of(sampler: Sampler, hidden: Tensor, how: Sampling | None) -> Tensor:
+    """Of rows that ask for no more than a temperature."""
+    return sampler.choose(sampler.score(hidden, how, NO_FEATURES if how is None else Feature.SAMPLING), how)
+
+
 def sampling(rows: int, *settings: dict[str, float]) -> Sampling:
     """Row n has setting n, from the first on again, and seed n."""
 
@@ -69,7 +75,9 @@ def sampling(rows: int, *settings: dict[str, float]) -> Sampling:
 
     floats = [column(name, torch.float32) for name in ("temperature", "top_p", "min_p")]
     seeds, positions = torch.arange(rows) - 3, torch.arange(rows, dtype=torch.int32) * 7
-    return Sampling(floats[0], column("top_k", torch.int32), floats[1], floats[2], seeds, positions)
+    top_k = column("top_k", torch.int32)
+    asks = (floats[0] > 0) & ((top_k > 0) | (floats[1] < 1) | (floats[2] > 0))
+    return Sampling(floats[0], top_k, floats[1], floats[2], seeds, positions, asks.int())
 
 
 def check(size: int, logits: Tensor, how: Sampling) -> tuple[list[int], int]:
@@ -78,7 +86,7 @@ def check(size: int, logits: Tensor, how: Sampling) -> tuple[list[int], int]:
 
     def compute(group: Threads) -> tuple[list[int], int]:
         sampler = CandidateSampler(given_logits(group, logits), Mark(board.descriptor, group.rank))
-        return sampler.choose(sampler.logits(logits), how).tolist(), group.bytes
+        return tokens_of(sampler, logits, how).tolist(), group.bytes
 
     expected = sample(logits, *how.tensors).tolist()
     results = on_ranks(size, compute)
@@ -154,7 +162,7 @@ def test_candidates_are_distributed_as_the_definition_says(settings: dict[str, f
 
     def compute(group: Threads) -> Tensor:
         sampler = CandidateSampler(given_logits(group, logits[None]), Mark(None))
-        return sampler.choose(sampler.logits(logits.expand(rows, -1)), how)
+        return tokens_of(sampler, logits.expand(rows, -1), how)
 
     for tokens in on_ranks(2, compute):
         assert_distributed(tokens, probability)
@@ -166,7 +174,7 @@ def test_the_other_sampler_gathers_all_logits() -> None:
 
     def compute(group: Threads) -> tuple[list[int], int]:
         sampler = FullSampler(given_logits(group, logits))
-        return sampler.choose(sampler.logits(logits), how).tolist(), group.bytes
+        return tokens_of(sampler, logits, how).tolist(), group.bytes
 
     assert on_ranks(2, compute) == [(sample(logits, *how.tensors).tolist(), 4 * 4 * 129)] * 2
 
@@ -181,7 +189,7 @@ def test_rows_without_filters_take_eight_bytes_from_each_rank(size: int) -> None
         sampler, results = BestSampler(given_logits(group, logits)), []
         for how in (None, hot):
             group.bytes = 0
-            results.append((sampler.choose(sampler.logits(logits), how).tolist(), group.bytes))
+            results.append((tokens_of(sampler, logits, how).tolist(), group.bytes))
         return results
 
     cold = sampling(5, {"temperature": 0.0})
@@ -195,10 +203,10 @@ def test_rows_that_ask_for_more_are_changed_and_sampled_from_all_logits() -> Non
 
     def compute(group: Threads) -> tuple[list[int], int]:
         sampler = BestSampler(given_logits(group, logits))
-        whole = sampler.changeable(sampler.logits(logits))
-        assert torch.equal(whole, logits)
+        scores = sampler.score(logits, how, ALL_SAMPLING)
+        assert torch.equal(scores.wanted_logits, logits)
         assert (sampler.first, sampler.columns) == (0, 257)
-        return sampler.choose(whole, how).tolist(), group.bytes
+        return sampler.choose(scores, how).tolist(), group.bytes
 
     assert on_ranks(2, compute) == [(sample(logits, *how.tensors).tolist(), 4 * 4 * 129)] * 2
 

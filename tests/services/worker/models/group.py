@@ -16,6 +16,7 @@ from benchmarks.driver import admission, int32s, spec
 from services.worker.distributed.communicator import Communicator, communicator
 from services.worker.distributed.rendezvous import CommunicatorKind
 from services.worker.engine.engine import TorchEngine
+from services.worker.engine.features import Feature
 from services.worker.engine.logprobs import ids_of, records_of
 from shared.errors import ConfigError
 from shared.protocol.logprobs import NO_LOGPROBS, Logprobs
@@ -82,9 +83,10 @@ class Runner:
             words = np.frombuffer(bytearray(encode(plan)), dtype=np.int32)
             step = engine.begin(decode(words.data.cast("B")), words)
             for _ in range(iterations):
-                batch, values = step.forward()
-                copy = engine.sampler.changeable(values).cpu().numpy().copy()  # all columns
-                result = step.choose(batch, values).cpu().numpy()
+                batch, hidden = step.forward()
+                whole = engine.sampler.score(hidden, None, Feature.LOGPROBS).wanted_logits  # of all rows and columns
+                copy = whole.cpu().numpy().copy()
+                result = step.choose(batch, hidden).cpu().numpy()
                 logprobs.append(records_of(result, np.array(lasts)))
                 for row, last, token, own in zip(rows, lasts, ids_of(result).tolist(), copy, strict=True):
                     if last:

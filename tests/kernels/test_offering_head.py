@@ -1,0 +1,129 @@
+"""The head that chooses: what its offers choose is what `sample` chooses from all logits, and rows that ask for more have theirs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.offering_head import Config, Scored, config, is_measured, offering_head_torch, offering_head_triton
+from kernels.offers import FAILED, UNDECIDED, best_offer_torch, best_offer_triton
+from kernels.sampling import greedy_torch, sample_torch
+from kernels.tuning import Table
+from tests.chi_square import assert_distributed
+from tests.kernels.support import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_near, generator, randn
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="tests the kernel beside its reference"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),  # NumPy, in the interpreter
+]
+
+# Rows, columns, of which real, inner size: one row without tensor cores; columns on the tall side; tiles that are cut into parts; tiles
+# of rows and columns and steps that are not full; padding of a whole tile and more.
+CASES = [
+    (1, 70, 70, 96, Config(1, 16, 32, 4, 2, 0)),
+    (3, 130, 127, 64, Config(8, 64, 32, 4, 2, 1)),
+    (5, 96, 96, 72, Config(16, 32, 64, 4, 2, 1)),
+    (20, 200, 100, 72, Config(16, 64, 32, 4, 2, 0)),
+    (20, 150, 149, 64, Config(16, 128, 64, 1, 2, 0)),
+    (40, 140, 140, 64, Config(32, 128, 32, 1, 2, 0)),
+]
+FIRST = 1000
+
+
+def asked(rows: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Temperatures, among them 0, seeds and positions; every third row asks for more."""
+    temperature = torch.tensor([0.7, 0.0, 1.3, 5.0], device=DEVICE).repeat(rows)[:rows]
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator(1), device=DEVICE)
+    positions = torch.randint(0, 131072, (rows,), generator=generator(2), dtype=torch.int32, device=DEVICE)
+    return (temperature, seeds, positions), (torch.arange(rows, device=DEVICE) % 3 == 2).int()
+
+
+def chosen(logits: Tensor, noise: tuple[Tensor, Tensor, Tensor], first: int = FIRST) -> list[int]:
+    temperature, seeds, positions = noise
+    ones = torch.ones_like(temperature)
+    ids: list[int] = sample_torch(logits, temperature, torch.zeros_like(positions), ones, ones - 1, seeds, positions, first).tolist()
+    return ids
+
+
+def choice(scored: Scored) -> list[int]:
+    assert best_offer_torch(scored.offers).tolist() == best_offer_triton(scored.offers).tolist()
+    return best_offer_triton(scored.offers).tolist()
+
+
+@pytest.mark.parametrize("rows, columns, real, size, tuned", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_offers_choose_what_is_chosen_from_the_logits(rows, columns, real, size, tuned, dtype) -> None:
+    x, weight = randn(rows, size, seed=1, dtype=dtype), 2 * randn(columns, size, seed=2, dtype=dtype) / size**0.5
+    noise, asks = asked(rows)
+    every = offering_head_triton(x, weight, real, FIRST, tuned, *noise, every=True)
+    assert every.logits is not None
+    assert_near(every.logits[:, :real], x.double() @ weight[:real].double().T, ulps=1, floor=3e-6)
+    assert (every.logits[:, real:] == -torch.inf).all()
+    expected = chosen(every.logits, noise)
+    assert choice(every) == expected
+    assert choice(offering_head_triton(x, weight, real, FIRST, tuned, *noise)) == expected
+    greedy = offering_head_triton(x, weight, real, FIRST, tuned)
+    assert greedy.logits is None
+    assert choice(greedy) == (greedy_torch(every.logits) + FIRST).tolist()
+
+    mixed = offering_head_triton(x, weight, real, FIRST, tuned, *noise, asks)
+    assert mixed.logits is not None
+    assert torch.equal(mixed.logits[asks == 1], every.logits[asks == 1])
+    assert ((mixed.offers == UNDECIDED.value) == (asks == 1)[:, None]).all()
+    assert [token for token, more in zip(choice(mixed), asks.tolist(), strict=True) if not more] == [
+        token for token, more in zip(expected, asks.tolist(), strict=True) if not more
+    ]
+    all_of_mixed = offering_head_triton(x, weight, real, FIRST, tuned, *noise, asks, every=True)
+    assert torch.equal(all_of_mixed.offers, mixed.offers)
+    assert all_of_mixed.logits is not None
+    assert torch.equal(all_of_mixed.logits, every.logits)
+
+
+@pytest.mark.parametrize("rows, columns, real, size, tuned", CASES)
+def test_the_reference_offers_the_same(rows, columns, real, size, tuned) -> None:
+    x, weight = randn(rows, size, seed=1), 2 * randn(columns, size, seed=2) / size**0.5
+    noise, asks = asked(rows)
+    for given in ((), noise, (*noise, asks)):
+        ours, reference = (
+            offering_head_triton(x, weight, real, FIRST, tuned, *given),
+            offering_head_torch(x, weight, real, FIRST, *given),
+        )
+        assert choice(ours) == choice(reference)
+        assert (ours.logits is None) == (reference.logits is None)
+        if ours.logits is not None and reference.logits is not None:
+            torch.testing.assert_close(ours.logits[asks == 1], reference.logits[asks == 1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tuned", [CASES[1][-1], CASES[4][-1]])
+def test_equals_go_to_the_lowest_id_and_a_nan_fails_its_row(tuned) -> None:
+    x, weight = torch.zeros(4, 64, device=DEVICE), torch.zeros(200, 64, device=DEVICE)
+    weight[[150, 160]] = 1.0
+    x[1], x[2], x[3, 7] = 1.0, -1.0, torch.nan
+    assert choice(offering_head_triton(x, weight, 200, 0, tuned)) == [0, 150, 0, FAILED.value]
+    weight[3, 0] = -torch.inf  # of a row of zeros, that times 0 is no number, of others an infinity
+    assert choice(offering_head_triton(x, weight, 200, 0, tuned)) == [FAILED.value, 150, 3, FAILED.value]
+
+
+def test_tokens_are_distributed_as_the_temperature_says() -> None:
+    rows, columns, temperature = 4000 if ON_GPU else 1000, 33, 1.4
+    weight = torch.diag(torch.full((64,), 1.0, device=DEVICE))[:columns]
+    x = (2 * randn(1, 64, seed=4)).expand(rows, -1).contiguous()
+    hot, numbers = torch.full((rows,), temperature, device=DEVICE), torch.arange(rows, device=DEVICE)
+    scored = offering_head_triton(x, weight, columns, 0, Config(64, 64, 64, 4, 2, 0), hot, numbers, numbers.int())
+    tokens = best_offer_triton(scored.offers)
+    assert_distributed(tokens.cpu(), (x[0, :columns].cpu().double() / temperature).softmax(dim=0))
+
+
+def test_a_configuration_serves_up_to_its_rows(table: Table) -> None:
+    table["offering_head"] = {"300x64": {"8": [8, 64, 32, 4, 2, 1], "64": []}}
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    assert config(device, dtype, 5, 300, 64) == Config(8, 64, 32, 4, 2, 1)
+    assert config(device, dtype, 9, 300, 64) is None
+    assert config(device, dtype, 65, 300, 64) is None
+    assert is_measured(device, dtype, 300, 64)
+    assert not is_measured(device, dtype, 301, 64)
+
+
+def test_rows_must_be_contiguous() -> None:
+    x, weight = randn(4, 128, seed=1)[:, ::2], randn(100, 64, seed=2)
+    with pytest.raises(ValueError, match="contiguous"):
+        offering_head_triton(x, weight, 100, 0, CASES[1][-1])
