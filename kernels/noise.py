@@ -68,12 +68,17 @@ def noisy_block(logits, temperature, seed, position, ids):
 
 @triton.jit
 def gumbel_block(seed, position, ids):
-    """`gumbel` of one row inside a kernel: seed int64, position int32, ids a block of int32.
+    """`gumbel` of one row inside a kernel: seed int64, position int32, ids a block of int32."""
+    return gumbel_of(uniform_block(seed, position, ids))
+
+
+@triton.jit
+def gumbel_of(uniform):
+    """The noise of a uniform number, within 1e-6 of itself or, where it is less than 1, of 1.
 
     By the hardware's logarithm, which is exact to 2**-22 of itself or, between a half and 2, of 1, in a third of the instructions. Close to
-    1, where a logarithm is next to nothing, and the noise large, the series of -log(1 - rest) stands for it: within 2e-6 of the noise.
+    1, where a logarithm is next to nothing, and the noise large, the series of -log(1 - rest) stands for it.
     """
-    uniform = uniform_block(seed, position, ids)
     rest = 1 - uniform
     series = rest * (1 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5 + rest * (1 / 6))))))
     exponential = tl.where(rest < SERIES_BELOW, series, -LN_2 * _log2(uniform))

@@ -7,6 +7,7 @@ the head's logits and a choice from them, the GPU's table has a configuration.
 B rows, N columns, of which the last may be padding, D inner size, T tiles of columns.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -35,79 +36,64 @@ class Config(NamedTuple):
     tall: int  # 1: columns are on the tall side of the tensor cores' product, rows on the other, which may be as short as 8
 
 
-class Scored(NamedTuple):
-    offers: Tensor  # [B, T] int64: the best of each tile's columns, as of `kernels.offers`; UNDECIDED in all of a row's: see its logits
-    logits: Tensor | None  # [B, N] float32, -inf in padding, of rows that ask for more; others have what was there
+# Temperature [B] float32, seeds [B] int64, positions [B] int32, as `kernels.sampling.sample` takes them.
+Noise = tuple[Tensor, Tensor, Tensor]
 
 
-def is_measured(device: torch.device, dtype: torch.dtype, columns: int, size: int) -> bool:
-    """Whether there is a configuration for any number of rows."""
-    return any(entries(device, dtype, "offering_head", f"{columns}x{size}").values())
+class Scores(NamedTuple):
+    """What rows are chosen by. At least one is there; where a row is decided by offers, its logits may be anything."""
+
+    logits: Tensor | None  # [B, N] float32, -inf in padding; None: no row asks for them
+    offers: Tensor | None = None  # [B, T] int64, see `kernels.offers`: of a row that is to be chosen from its logits all are UNDECIDED
+
+    @property
+    def wanted_logits(self) -> Tensor:
+        """Of a step that asks for them."""
+        assert self.logits is not None, "no row asked for its logits"
+        return self.logits
+
+
+def measured(device: torch.device, dtype: torch.dtype, columns: int, size: int) -> Mapping[str, list[int]]:
+    """A shape's entries."""
+    return entries(device, dtype, "offering_head", f"{columns}x{size}")
 
 
 @remembered
 def config(device: torch.device, dtype: torch.dtype, rows: int, columns: int, size: int) -> Config | None:
     """None: the logits are to be computed, and chosen from."""
-    found = entry_for(entries(device, dtype, "offering_head", f"{columns}x{size}"), rows)
+    found = entry_for(measured(device, dtype, columns, size), rows) if rows else None
     return Config(*found) if found else None
 
 
 def offering_head(
-    x: Tensor,
-    weight: Tensor,
-    real: int,
-    first: int,
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
-    asks: Tensor | None = None,
-    every: bool = False,
-) -> Scored | None:
-    """x `[B, D]`, weight `[N, D]`, its rows the ids from `first` on, of which the first `real` are none of padding; temperature `[B]`
-    float32, seeds `[B]` int64, positions `[B]` int32 as for `kernels.sampling.sample`, or none: rows are greedy; asks `[B]` int32, not 0
-    for rows that ask for more; none: no row does. every: write the logits of all rows, whatever they ask for. On a GPU only.
+    x: Tensor, weight: Tensor, real: int, first: int, noise: Noise | None, asks: Tensor | None, every: bool
+) -> Scores | None:  # fmt: skip
+    """x `[B, D]`, weight `[N, D]`, its rows the ids from `first` on, of which the first `real` are none of padding; noise: None if rows are
+    greedy; asks `[B]` int32, not 0 for rows that ask for more than a temperature; None: no row does. every: write the logits of all rows,
+    whatever they ask for. On a GPU only.
 
     None, and nothing is computed, where the table has no configuration. Raises ValueError if the rows of x or weight are not contiguous.
     """
     tuned = config(x.device, x.dtype, len(x), *weight.shape)
-    return None if tuned is None else offering_head_triton(x, weight, real, first, tuned, temperature, seeds, positions, asks, every)
+    return None if tuned is None else offering_head_triton(x, weight, real, first, noise, asks, every, tuned)
 
 
 def offering_head_torch(
-    x: Tensor,
-    weight: Tensor,
-    real: int,
-    first: int,
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
-    asks: Tensor | None = None,
-    every: bool = False,
-) -> Scored:
+    x: Tensor, weight: Tensor, real: int, first: int, noise: Noise | None, asks: Tensor | None, every: bool
+) -> Scores:  # fmt: skip
     logits = x.float() @ weight.float().T
     logits[:, real:] = -torch.inf
     ids = torch.arange(first, first + len(weight), device=x.device)
-    scores = logits
-    if temperature is not None and seeds is not None and positions is not None:
-        scores = scores_of(logits, ids, temperature, seeds, positions)
+    scores = logits if noise is None else scores_of(logits, ids, *noise)
     offers = keys_of(scores, ids).masked_fill_(scores.isnan(), NAN.value).amax(dim=1, keepdim=True)
     if asks is not None:
         offers[asks != 0] = UNDECIDED.value
-    return Scored(offers, logits if every or asks is not None else None)
+    return Scores(logits if every or asks is not None else None, offers)
 
 
 def offering_head_triton(
-    x: Tensor,
-    weight: Tensor,
-    real: int,
-    first: int,
-    tuned: Config,
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
-    asks: Tensor | None = None,
-    every: bool = False,
-) -> Scored:
+    x: Tensor, weight: Tensor, real: int, first: int, noise: Noise | None, asks: Tensor | None, every: bool, tuned: Config
+) -> Scores:
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"x must have contiguous rows and weight be contiguous, got strides {x.stride()} and {weight.stride()}")
     (rows, size), columns = x.shape, len(weight)
@@ -120,11 +106,11 @@ def offering_head_triton(
     _offering_head_kernel[(row_tiles * column_tiles,)](
         TensorDescriptor.from_tensor(x, [tuned.row_block, tuned.inner_block]),
         TensorDescriptor.from_tensor(weight, [tuned.column_block, tuned.inner_block]),
-        offers, logits, temperature, seeds, positions, asks, rows, row_tiles, column_tiles, columns, real, first, size,
-        temperature is not None, asks is not None, written, every, tuned.row_block, tuned.column_block, tuned.inner_block,
+        offers, logits, *(noise or (None, None, None)), asks, rows, row_tiles, column_tiles, columns, real, first, size,
+        noise is not None, asks is not None, written, every, tuned.row_block, tuned.column_block, tuned.inner_block,
         tuned.stages, tuned.tall == 1, parts, num_warps=tuned.warps, **pdl_options(x.device),
     )  # fmt: skip
-    return Scored(offers, logits)
+    return Scores(logits, offers)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles", "column_tiles", "real", "first"])

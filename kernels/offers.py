@@ -1,7 +1,8 @@
-"""The next token of every row where the vocabulary is spread over ranks: each offers the best of its columns, the best offer is chosen.
+"""The next token of every row where the vocabulary is in parts, ranks' or tiles' of `kernels.offering_head`: each offers the best of its
+columns, the best offer is chosen.
 
 An offer is the score of an id and the id in one number, so that what ranks exchange is 8 bytes a row and its largest is the choice.
-B rows, L columns of a rank, R ranks.
+B rows, L columns of a rank, T parts.
 """
 
 import torch
@@ -19,7 +20,8 @@ NAN = tl.constexpr(2**63 - 1)  # of a row that is to fail: no other is larger
 UNDECIDED = tl.constexpr(-(2**63))  # of a row that is to be chosen from its logits: every other is larger
 SIGN = tl.constexpr(2**31 - 1)  # all bits of a float but its sign
 ROWS = 128  # of a program
-BLOCK = 4096  # offers of a program: fewer rows, where each has many
+BLOCK = 4096  # offers of a program, if a row has no more: fewer rows, where each has many
+OF_WARP = 1024  # offers
 
 
 def offer(
@@ -34,7 +36,7 @@ def offer(
 
 
 def best_offer(offers: Tensor) -> Tensor:
-    """offers `[B, R]` int64 -> ids `[B]` int32; -2 where a rank's row had a NaN."""
+    """offers `[B, T]` int64 -> ids `[B]` int32; -2 where a part of the row had a NaN."""
     return best_offer_triton(offers) if offers.is_cuda else best_offer_torch(offers)
 
 
@@ -87,13 +89,14 @@ def offer_triton(
 
 
 def best_offer_triton(offers: Tensor) -> Tensor:
-    rows, ranks = offers.shape
+    rows, parts = offers.shape
     ids = torch.empty(rows, dtype=torch.int32, device=offers.device)
     if rows:
-        ranks_block = next_power_of_2(ranks)
-        block = max(min(ROWS, BLOCK // ranks_block), 1)
+        parts_block = next_power_of_2(parts)
+        block = max(min(ROWS, BLOCK // parts_block), 1)
+        warps = min(max(block * parts_block // OF_WARP, 4), 16)
         _best_offer_kernel[(cdiv(rows, block),)](
-            offers, ids, rows, ranks, *offers.stride(), ranks_block, block, num_warps=4, **pdl_options(offers.device)
+            offers, ids, rows, parts, *offers.stride(), parts_block, block, num_warps=warps, **pdl_options(offers.device)
         )  # fmt: skip
     return ids
 
@@ -121,16 +124,16 @@ def _offer_kernel(
     tl.store(offers_ptr + row, tl.where(failed, NAN, key), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "row_stride", "rank_stride"])
+@triton.jit(do_not_specialize=["rows", "row_stride", "part_stride"])
 def _best_offer_kernel(
-    offers_ptr, ids_ptr, rows, ranks, row_stride, rank_stride, RANKS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+    offers_ptr, ids_ptr, rows, parts, row_stride, part_stride, PARTS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row, rank = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
-    inside = (row < rows)[:, None] & (rank < ranks)[None, :]
-    place = row.to(tl.int64)[:, None] * row_stride + rank[None, :] * rank_stride
+    row, part = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PARTS)
+    inside = (row < rows)[:, None] & (part < parts)[None, :]
+    place = row.to(tl.int64)[:, None] * row_stride + part[None, :] * part_stride
     offers = tl.load(offers_ptr + place, mask=inside, other=UNDECIDED)
     largest = tl.max(offers, axis=1)
     tl.store(ids_ptr + row, id_of(largest), mask=row < rows)

@@ -161,7 +161,7 @@ def _scan_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, offers_ptr, first, columns, row_stride, tiles, offered,
     RANDOM: tl.constexpr, OFFERED: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What a tile's scores are at most: its largest logit where rows are greedy or have a top-k, else with noise.
+    """What a tile's scores are at most: its largest logit where rows are greedy or have a top-k, else with noise. Not of rows with offers.
 
     Beside it, for a top-k, the largest logits of its runs, for top-p and min-p alone its largest logit and its softmax denominator. A
     NaN makes the bound one.
@@ -205,7 +205,10 @@ def _choose_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, offers_ptr, first, columns, row_stride, tiles, offered,
     RANDOM: tl.constexpr, TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, OFFERS_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best score of a row; where top-p may drop its column, that is the first trial. Rows with a top-k are left as they are."""
+    """The best offer of a row that has them, else its best score; where top-p may drop its column, that is the first trial.
+
+    Rows with a top-k are left as they are.
+    """
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()

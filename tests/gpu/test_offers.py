@@ -38,7 +38,7 @@ def engines(checkpoint: Callable[[str], Path]) -> Iterator[tuple[TorchEngine, To
 
 
 def run(engine: TorchEngine, count: int, ways: list[dict[str, Any]]) -> list[Request]:
-    joined, requests = Joined(engine, PAGE_SIZE, slots=SLOTS, max_step_tokens=48), requests_of(count, ways)
+    joined, requests = Joined(engine, PAGE_SIZE, slots=SLOTS, max_step_tokens=48), requests_of(count, ways, {3: 7, 7: 9})
     joined.submit(*requests)
     joined.run(*requests)
     return requests
@@ -54,7 +54,7 @@ def test_captured_and_launched_steps_choose_what_all_logits_give(
     engines: tuple[TorchEngine, TorchEngine, TorchEngine], ways: list[dict[str, Any]], count: int
 ) -> None:
     by_logits, captured, launched = engines
-    assert captured.model.head.makes_offers
+    assert captured.sampler.apart
     expected = run(by_logits, count, ways)
     for engine in (captured, launched):
         requests = run(engine, count, ways)

@@ -270,8 +270,14 @@ def tuned_heads(path: Path) -> None:
         for rows, entry in filter(itemgetter(1), entries.items()):
             count, tuned = int(rows), offering_head.Config(*entry)
             noise = zeros(count, dtype=torch.float32), zeros(count, dtype=torch.int64), int32(count)
-            for asked in ((), noise, (*noise, int32(count))):
-                offering_head.offering_head_triton(zeros(count, size), weight, columns, 0, tuned, *asked)
+            wanted: list[tuple[offering_head.Noise | None, Tensor | None, bool]] = [
+                (None, None, False),
+                (noise, None, False),
+                (noise, int32(count), False),
+                (noise, int32(count), True),
+            ]
+            for asked in wanted:
+                offering_head.offering_head_triton(zeros(count, size), weight, columns, 0, *asked, tuned)
             offers.best_offer_triton(zeros(count, -(-columns // tuned.column_block), dtype=torch.int64))
 
 

@@ -6,7 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.noise import GAMMA, UNIFORM_BITS, UNIFORM_STEP, _finalise, _hash, _signed, gumbel, gumbel_block, gumbel_bound, uniform_block
+from kernels.noise import (
+    GAMMA,
+    UNIFORM_BITS,
+    UNIFORM_STEP,
+    _finalise,
+    _hash,
+    _signed,
+    gumbel,
+    gumbel_block,
+    gumbel_bound,
+    gumbel_of,
+    uniform_block,
+)
 from tests.chi_square import assert_distributed
 from tests.kernels.support import DEVICE, INTERPRETED, ON_GPU
 
@@ -66,6 +78,23 @@ def test_the_kernels_draw_the_same():
     out = torch.empty(len(SEEDS), len(IDS), device=DEVICE)
     one_row_each[(len(SEEDS),)](seeds, positions, torch.tensor(IDS, dtype=torch.int32, device=DEVICE), out, len(IDS), 8)
     np.testing.assert_allclose(out.cpu().numpy(), expected(), rtol=1e-5, atol=1e-6)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def noise_of_each(out_ptr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + number, gumbel_of((number.to(tl.float32) + 0.5) * STEP))
+
+
+@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU or the interpreter")
+def test_the_noise_of_every_uniform_number_is_near_that_of_float64():
+    count, block = 2**UNIFORM_BITS, 2**16
+    out = torch.empty(count, device=DEVICE)
+    noise_of_each[(count // block,)](out, UNIFORM_STEP.value, block)
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) * UNIFORM_STEP.value
+    exact = -(-uniform.log()).log()
+    error = (out.cpu().double() - exact).abs() / exact.abs().clamp_min(1)
+    assert error.max() < 1.5e-6
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -23,7 +23,7 @@ from services.worker.engine.interface import Facts, Memory, Progress, RankSpec
 from services.worker.engine.logprobs import PromptScores, table
 from services.worker.engine.penalties import Penalties
 from services.worker.engine.rehearsal import Rehearsal
-from services.worker.engine.sampling import BestSampler, Sampler, sampler_of
+from services.worker.engine.sampling import Sampler, sampler_of
 from services.worker.engine.sections import Sections, samples
 from services.worker.engine.sizes import PrefillSizes
 from services.worker.engine.slots import Slots
@@ -91,7 +91,7 @@ class TorchEngine:
         self.penalties = Penalties(spec.slots + 1, self.sampler.columns, self.sampler.first, max_length, device)
         self.prompt_scores = PromptScores(spec.slots, self.sampler)
         self.max_length = max_length
-        kinds = variants(apart=isinstance(self.sampler, BestSampler) or head.makes_offers)
+        kinds = variants(self.sampler.apart)
         self._rehearsal = Rehearsal(self.step, kinds, self.slots.padding, spec.slots, spec.max_step_tokens, device)
         self.caches: list[LayerCache] = []
         self.token_ids = torch.empty(0)  # [pages * page_size] int32: whose keys and values the cache holds at each place

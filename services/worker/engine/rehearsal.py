@@ -14,7 +14,7 @@ from kernels.compilation import compile_noted, noting
 from services.worker.engine.features import NO_FEATURES, Feature
 from services.worker.engine.interface import Progress
 from services.worker.engine.sections import Sections, row_sections
-from services.worker.engine.sizes import ALIGNED, MOST_ROWS, SMALL, PrefillSizes, aligned, decode_sizes, launched_rows
+from services.worker.engine.sizes import ALIGNED, MOST_ROWS, SMALL, PrefillSizes, aligned, decode_sizes, launched_rows, most_rows
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,7 @@ class Rehearsal:
             for rows, decodes, tokens in self._shapes:
                 if not decodes or tokens == aligned(self._max_step_tokens):
                     self.run(rows, decodes, tokens, self._variants[-1])
-            for features in self._variants:
-                self.run(0, self._slots, 0, features)
+            self._sample()
             for decodes in decode_sizes(self._slots):
                 self.run(0, decodes, 0, self._variants[-1])
                 self.run(ALIGNED, decodes, ALIGNED, self._variants[-1])
@@ -58,6 +57,15 @@ class Rehearsal:
             len(noted), compiled, threads, noted_s - begin_s, time.monotonic() - noted_s,
         )  # fmt: skip
 
+    def _sample(self) -> None:
+        """Steps of each variant with as many rows as any step has, by powers of two: a head that chooses is compiled for each of its
+        entries."""
+        most = most_rows(self._slots)
+        for rows in [1 << power for power in range((most - 1).bit_length())] + [most]:
+            decodes = min(rows, aligned(self._slots))
+            for features in self._variants:
+                self.run(rows - decodes, decodes, ALIGNED if rows > decodes else 0, features)
+
     @property
     def _shapes(self) -> list[tuple[int, int, int]]:
         """Rows with prefill, decode rows, and prompt tokens of all steps with prefill that are launched."""
@@ -68,12 +76,13 @@ class Rehearsal:
         return shapes + [(rows[0], decodes, size) for decodes in (0, ALIGNED, aligned(self._slots)) for size in sizes]
 
     def compile(self, progress: Progress) -> None:
-        """Runs every shape that a step with prefill is launched in."""
+        """Runs every shape that a step with prefill is launched in, and every way to sample."""
         shapes = self._shapes
         for number, shape in enumerate(shapes):
             progress("warming up", number / len(shapes))
             for features in self._variants[-1:] if number else self._variants:
                 self.run(*shape, features)
+        self._sample()
 
     def tokens_worth_capturing(self) -> int:
         """Prompt tokens up to which a step's launches hold it up, found by trying; larger steps keep the device busy as they are.

@@ -5,12 +5,13 @@ B rows, D hidden size, V vocabulary, L this rank's columns of it, R ranks, C can
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.noise import GREEDY_BELOW
+from kernels.offering_head import Noise, Scores
 from kernels.offers import NAN, SIGN, best_offer, ids_of, keys_of, offer, scores_of
 from kernels.sampling import greedy, kept, sample
 from services.worker.distributed.board import Mark
@@ -45,31 +46,19 @@ class Sampling:
         return self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions
 
     @property
-    def noise(self) -> tuple[Tensor, Tensor, Tensor]:
+    def noise(self) -> Noise:
         return self.temperature, self.seeds, self.positions
-
-
-class Scores(NamedTuple):
-    """Of rows, what they are chosen by. At least one is there; where a row is decided by offers, its logits may be anything."""
-
-    logits: Tensor | None  # [B, `columns`] float32, and `[B, L]` where no row asks for more than a temperature
-    offers: Tensor | None = None  # [B, T] int64, see `kernels.offers`
-
-    @property
-    def wanted_logits(self) -> Tensor:
-        """Of a step with features that change logits, or need them."""
-        assert self.logits is not None, "scored without these features"
-        return self.logits
 
 
 class Sampler(Protocol):
     first: int  # the vocabulary id of the first column of logits that may be changed
     columns: int  # of these
+    apart: bool  # whether rows that ask for no more than a temperature are chosen for less, if no other row does
 
     def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
         """Hidden states `[B, D]` -> what `choose` wants. sampling: None if no row asks for anything.
 
-        If a row may ask for more than a temperature, there are the logits of those that do; with LOGPROBS those of all rows.
+        With features of ASKING there are the logits of the rows that ask for more than a temperature; with LOGPROBS of all rows.
         """
 
     def choose(self, scores: Scores, sampling: Sampling | None) -> Tensor:
@@ -91,9 +80,10 @@ class FullSampler:
     def __init__(self, head: VocabularyTable) -> None:
         self._head = head
         self.columns = head.vocab_size
+        self.apart = head.group.size == 1 and head.makes_offers()
 
     def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
-        scores = _scores(self._head, x, sampling, features) if self._head.group.size == 1 else None
+        scores = _offers(self._head, x, sampling, features) if self.apart else None
         return scores or Scores(self.logits(x))
 
     def choose(self, scores: Scores, sampling: Sampling | None) -> Tensor:
@@ -115,12 +105,16 @@ class BestSampler(FullSampler):
     """Every rank offers its best for each row, in 8 bytes, unless a row of the step asks for more than a temperature: then all logits
     are gathered. The noise belongs to the vocabulary id, so the best of the offers is the best of all."""
 
+    apart = True
+
     def __init__(self, head: VocabularyTable) -> None:
-        super().__init__(head)
-        self._group = head.group
+        self._head, self._group = head, head.group
+        self.columns = head.vocab_size
+        self._offering = head.makes_offers()
 
     def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
-        logits, offers = _scores(self._head, x, sampling, features) or Scores(self.logits(x))
+        scores = _offers(self._head, x, sampling, features) if self._offering else None
+        logits, offers = scores or Scores(self.logits(x))
         if offers is not None:
             offers = self._group.all_gather(offers.amax(dim=1, keepdim=True))
         if logits is not None and features & ASKING:
@@ -151,7 +145,7 @@ class CandidateSampler:
 
     def __init__(self, head: VocabularyTable, mark: Mark) -> None:
         self._head, self._group, self._mark = head, head.group, mark
-        self.first, self.columns = head.first, len(head.weight)
+        self.first, self.columns, self.apart = head.first, len(head.weight), False
         self._told = False
 
     def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
@@ -212,12 +206,11 @@ def sampler_of(kind: Literal["full", "best", "candidates"], head: VocabularyTabl
     return BestSampler(head) if kind == "best" and head.group.size > 1 else FullSampler(head)
 
 
-def _scores(head: VocabularyTable, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores | None:
-    """Of this rank's columns, where its head makes offers."""
-    noise = () if sampling is None else sampling.noise
+def _offers(head: VocabularyTable, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores | None:
+    """Of this rank's columns; None for numbers of rows of which the head makes none."""
+    noise = None if sampling is None else sampling.noise
     asks = sampling.asks if sampling is not None and features & ASKING else None
-    scored = head.offers(x, noise, asks, every=Feature.LOGPROBS in features)
-    return None if scored is None else Scores(scored.logits, scored.offers)
+    return head.offers(x, noise, asks, Feature.LOGPROBS in features)
 
 
 def _best(logits: Tensor, first: int, sampling: Sampling | None, group: Communicator) -> Tensor:

@@ -61,6 +61,11 @@ def launched_rows(prefills: int) -> int:
     return max(1 << prefills.bit_length(), ALIGNED)
 
 
+def most_rows(slots: int) -> int:
+    """Of any step: of one that is launched with prefill, and all other slots decoding beside it."""
+    return max(launched_rows(prefills) + aligned(slots - prefills) for prefills in range(1, slots + 1))
+
+
 class PrefillSizes:
     """Of a group: the least captured size that holds a step's prefill, or one that is launched."""
 

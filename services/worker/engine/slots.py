@@ -60,7 +60,7 @@ class Slots:
         self.last_token = self._progress[1]  # what the next decode row computes, at position `length`
         self.done = torch.ones(slots, dtype=torch.bool, device=eos_ids.device)
         self._kept = ints(len(_KEPT) + 1, row)[:, :slots]
-        self.asks = self._kept[-1]  # 1: for more than a temperature, in all that its request yields
+        self.asks = self._kept[-1]  # 1: for more than a temperature, in all that its request yields; follows from the others
         self.min_length, self.max_length = self._kept[0], self._kept[1]
         self._sampling = self._kept[_KEPT.index("temperature") :]  # a step takes the columns of its rows in one launch
         self.ignore_eos = torch.zeros_like(self.done)

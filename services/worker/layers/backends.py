@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.fixed_linear import fixed_gated_linear, fixed_linear
 from kernels.linear import gated_linear, linear, widened_linear
 from kernels.moe import fixed_moe, moe, moe_add_norm
-from kernels.offering_head import Scored, offering_head
+from kernels.offering_head import Noise, Scores, offering_head
 from kernels.rope import rope_and_store
 from kernels.rotated_attention import rotated_attention
 from services.worker.attention.paged import chunked_attention, paged_attention
@@ -29,8 +29,9 @@ from services.worker.moe.grouped import grouped
 LinearBackend = Callable[[Any, Tensor, Tensor | None], Tensor]
 # x [B, D], weight [V, D] -> [B, V] float32
 LogitsBackend = Callable[[Tensor, Tensor], Tensor]
-# see `kernels.offering_head`; None: by the logits
-OffersBackend = Callable[..., Scored | None]
+# x [B, D], weight [V, D], ids of it that are no padding, the first, the noise of rows, which ask for more, whether all logits are wanted
+# -> None: take the logits; see `kernels.offering_head`
+OffersBackend = Callable[[Tensor, Tensor, int, int, Noise | None, Tensor | None, bool], Scores | None]
 # q [T, Q, H], a layer's cache, the batch, the scale of scores, the window or None -> [T, Q, H]; see `attention.paged`
 AttentionBackend = Callable[[Tensor, LayerCache, Batch, float, int | None], Tensor]
 # x [T, D], gate_up [E, 2 * I, D], down [E, D, I], the router's logits [T, E], experts of a token, whether their weights are scaled

@@ -1,12 +1,13 @@
 """Embedding and LM head, each rank with its range of the vocabulary. T tokens, B rows, D hidden size, V vocabulary."""
 
 from collections.abc import Iterator
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from kernels.embedding import embedding
-from kernels.offering_head import Scored, is_measured
+from kernels.offering_head import Noise, Scores, measured
 from services.worker.distributed.communicator import Communicator
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import ALL
@@ -38,15 +39,17 @@ class VocabularyTable(nn.Module):
         logits[:, self.real :] = -torch.inf
         return logits
 
-    @property
     def makes_offers(self) -> bool:
-        """Of some numbers of rows at least."""
-        return self.backends.offers is not None and is_measured(self.weight.device, self.weight.dtype, *self.weight.shape)
+        """Of some numbers of rows at least, on this rank and, of the same, on all others: all ranks ask together."""
+        offering = {} if self.backends.offers is None else measured(self.weight.device, self.weight.dtype, *self.weight.shape)
+        known = crc32(repr(sorted(offering.items())).encode())
+        same = self.group.minimum(known) == -self.group.minimum(-known)
+        return same and any(offering.values())
 
-    def offers(self, x: Tensor, noise: tuple[Tensor, Tensor, Tensor] | tuple[()], asks: Tensor | None, every: bool) -> Scored | None:
-        """As of `kernels.offering_head`, of this rank's ids; noise: temperature, seeds and positions. None: take the logits."""
+    def offers(self, x: Tensor, noise: Noise | None, asks: Tensor | None, every: bool) -> Scores | None:
+        """As of `kernels.offering_head`, of this rank's ids. None: take the logits."""
         backend = self.backends.offers
-        return None if backend is None else backend(x, self.weight, self.real, self.first, *noise, asks=asks, every=every)
+        return None if backend is None else backend(x, self.weight, self.real, self.first, noise, asks, every)
 
     def logits(self, x: Tensor) -> Tensor:
         """x `[B, D]` -> `[B, V]` float32, the same on every rank."""
