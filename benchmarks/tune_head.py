@@ -3,8 +3,7 @@
 A pool of processes compiles the candidates of `kernels.offering_head`; they are timed over replays of a graph whose weights rotate
 through memory, each behind the norm of its rows and with all that chooses after it: rows that are greedy, that have a temperature, and
 that have a top-p, whose logits it writes for nothing to be gained. What takes the least together is written to the table of this GPU
-(`kernels/tuning_*.json`) if that is less, by more than noise, than the head's logits and the choice
-from them take.
+(`kernels/tuning_*.json`) if that is less, by more than noise, than the head's logits and the choice from them take.
 """
 
 import time
