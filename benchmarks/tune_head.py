@@ -21,7 +21,6 @@ from benchmarks.candidates import Product, head
 from benchmarks.launches import DTYPE, L2_BYTES, time_launches
 from benchmarks.report import Report, Value
 from benchmarks.tuning import PROCESSES, RenewedTable, compilers
-from kernels.launch import next_power_of_2
 from kernels.linear import widened_linear
 from kernels.offering_head import Config, Noise, offering_head_triton
 from kernels.offers import best_offer
@@ -65,7 +64,7 @@ def candidates(rows: int) -> Iterator[Config]:
         for columns, inner, stages in product((8, 16, 32), (256, 512), (3, 5)):
             yield Config(1, columns, inner, 4, stages, 0)
     if rows <= 64:
-        row_block = max(8, next_power_of_2(rows))
+        row_block = max(8, rows)
         for columns, inner, warps, stages in product((64, 128), (64, 128, 256), (4, 8), (3, 4, 5, 6)):
             if (stages - (row_block == 8)) * DTYPE.itemsize * inner * (columns + row_block) <= MAX_SHARED_BYTES and columns * inner >= 8192:
                 yield Config(row_block, columns, inner, warps, stages, 1)
@@ -83,9 +82,8 @@ def choose(way: str, asked: Asked, x: Tensor, weight: Tensor, tuned: Config | No
         whole = widened_linear(x, weight)
         return greedy(whole) if way == "greedy" else sample(whole, *asked)
     asks = torch.ones_like(asked.top_k) if way == "top-p" else None
-    logits, offers = offering_head_triton(x, weight, len(weight), 0, None if way == "greedy" else asked.noise, asks, False, tuned)
-    assert offers is not None
-    return best_offer(offers) if logits is None else sample(logits, *asked, offers=offers)
+    scores = offering_head_triton(x, weight, len(weight), 0, None if way == "greedy" else asked.noise, asks, False, tuned)
+    return best_offer(scores.wanted_offers) if scores.logits is None else sample(scores.logits, *asked, offers=scores.offers)
 
 
 def compile_some(rows: int, size: int, configs: Sequence[Config]) -> None:
@@ -119,13 +117,11 @@ class HeadTuner:
         """Whether it fits, its logits are the library's, and what its offers choose is what these choose."""
         asked = Asked.of(ROUGH_WAY, self.rows)
         try:
-            logits, offers = offering_head_triton(self.x, self.weights[0], self.each.columns, 0, asked.noise, None, True, tuned)
+            scores = offering_head_triton(self.x, self.weights[0], self.each.columns, 0, asked.noise, None, True, tuned)
         except OutOfResources:
             return False
-        assert logits is not None
-        assert offers is not None
-        close = torch.allclose(logits, self._expected, rtol=TOLERANCE, atol=TOLERANCE)
-        if not (close and torch.equal(best_offer(offers), sample(logits, *asked))):
+        close = torch.allclose(scores.wanted_logits, self._expected, rtol=TOLERANCE, atol=TOLERANCE)
+        if not (close and torch.equal(best_offer(scores.wanted_offers), sample(scores.wanted_logits, *asked))):
             print(f"WRONG: {self.each.shape} {self.rows} rows {tuned}", flush=True)
             return False
         return True
@@ -155,10 +151,11 @@ class HeadTuner:
 
 
 def tune_head(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit_s: float, out: Path) -> Report:
-    """Needs a GPU; what is not reached within the time stays as it is in the table of this GPU. Raises ConfigError without one.
-
-    ranks: the sizes of groups whose ranks' shapes are tuned.
-    """
+    """Needs a GPU; what is not reached within the time stays as it is in the table of this GPU. ranks: the sizes of groups whose ranks'
+    shapes are tuned. Raises ConfigError without a GPU, and for numbers of rows that are no powers of two."""
+    for count in rows:
+        if count & (count - 1):
+            raise ConfigError(f"rows: {count} is no power of two, and workers compile the entries of those")
     if not torch.cuda.is_available():
         raise ConfigError("heads are tuned on a GPU, and none is here")
     deadline = time.monotonic() + limit_s

@@ -52,6 +52,12 @@ class Scores(NamedTuple):
         assert self.logits is not None, "no row asked for its logits"
         return self.logits
 
+    @property
+    def wanted_offers(self) -> Tensor:
+        """Of a step whose head makes them."""
+        assert self.offers is not None, "the head made no offers"
+        return self.offers
+
 
 def measured(device: torch.device, dtype: torch.dtype, columns: int, size: int) -> Mapping[str, list[int]]:
     """A shape's entries."""

@@ -15,7 +15,7 @@ from kernels.launch import cdiv, next_power_of_2, pdl_options
 from kernels.noise import GREEDY_BELOW, gumbel, gumbel_bound, uniform_block
 from kernels.offers import FAILED, UNDECIDED, best_offer_torch, id_of
 from kernels.search import LOG2_E
-from kernels.trials import OPEN, RANKED, SETTLED, best_column, most_before, settle, tile_masses
+from kernels.trials import ASKED, OPEN, RANKED, SETTLED, best_column, most_before, settle, tile_masses
 
 TILE = 2048  # columns of a program of the first pass; never by batch: a row's sums must depend on that row only
 RUN = 128  # columns of which the first pass keeps a maximum
@@ -136,7 +136,7 @@ def _launch(
         return ids
     tiles, random = cdiv(columns, TILE), temperature is not None
     runs, random_rows = tiles * (TILE // RUN), rows if random else 0
-    bounds, tops, masses = torch.empty(3, rows, tiles, dtype=torch.float32, device=device)
+    bounds, tops, masses = (torch.empty(rows, tiles, dtype=torch.float32, device=device) for _ in range(3))
     maxima = torch.empty(random_rows, runs, dtype=torch.float32, device=device)
     flags = torch.empty(random_rows, dtype=torch.int32, device=device)
     totals = torch.empty(random_rows, 2, dtype=torch.float32, device=device)
@@ -155,7 +155,7 @@ def _launch(
     return ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ASKED)
 def _scan_kernel(
     logits_ptr, bounds_ptr, tops_ptr, masses_ptr, maxima_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, offers_ptr, first, columns, row_stride, tiles, offered,
@@ -199,7 +199,7 @@ def _scan_kernel(
     tl.store(bounds_ptr + place, tl.where(failed, float("nan"), bound))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ASKED)
 def _choose_kernel(
     logits_ptr, bounds_ptr, tops_ptr, masses_ptr, ids_ptr, flags_ptr, totals_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, offers_ptr, first, columns, row_stride, tiles, offered,

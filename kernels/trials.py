@@ -21,6 +21,8 @@ from kernels.search import LOG2_E, ROOM, WARPS
 
 # What is left to do of a row: nothing; to see whether its first trial is kept; to cut it with a top-k.
 SETTLED, OPEN, RANKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Rows of one tensor, each a batch long: a kernel would be compiled once for those that begin at a multiple of 16 bytes and once for others.
+ASKED = ("top_k_ptr", "top_p_ptr", "min_p_ptr")
 SHARES = 16  # of a row's columns; never by batch: a row's sums must depend on that row only
 SHARE_BLOCK, SHARE_WARPS, SHARE_STAGES = 2048, 4, 1
 WHOLE_BLOCK, WHOLE_STAGES = 8192, 3  # of a program alone with its row, and mostly with its multiprocessor
@@ -134,7 +136,7 @@ def _weigh_kernel(
         tl.store(before_ptr + row * SHARES + share, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ASKED)
 def _settle_kernel(
     logits_ptr, ids_ptr, flags_ptr, totals_ptr, before_ptr, bounds_ptr, tops_ptr, masses_ptr, maxima_ptr, hits_ptr, gathered_ids_ptr,
     gathered_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, first, columns, row_stride,

@@ -8,8 +8,9 @@
                           "moe": {"EXPERTSxCHOICESxHIDDENxINNER": {"TOKENS": [a moe.Config]}}}}}
 
 TRITON is the version that compiled what was measured, the bits are an element's: types of one size run alike. An entry serves up to that
-many rows, the least such entry. Where a product has none, or an empty one, the library's runs, a head makes logits only, and attention
-goes by rules; of experts the greatest serves more tokens, too.
+many rows, the least such entry; of a head they are powers of two, whose kernels a worker compiles before its first step. Where a product
+has no entry, or an empty one, the library's runs, a head makes logits only, and attention goes by rules; of experts the greatest serves
+more tokens, too.
 
 A size that was not measured with the Triton that runs has the entry of the latest other version: a compiler changes what tiles take by
 little, while a product without an entry takes up to four times as long. `borrowed` tells of what was served so.

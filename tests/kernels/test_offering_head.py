@@ -45,9 +45,8 @@ def chosen(logits: Tensor, noise: Noise, first: int = FIRST) -> list[int]:
 
 
 def choice(scored: Scores) -> list[int]:
-    assert scored.offers is not None
-    assert best_offer_torch(scored.offers).tolist() == best_offer_triton(scored.offers).tolist()
-    return best_offer_triton(scored.offers).tolist()
+    assert best_offer_torch(scored.wanted_offers).tolist() == best_offer_triton(scored.wanted_offers).tolist()
+    return best_offer_triton(scored.wanted_offers).tolist()
 
 
 @pytest.mark.parametrize("rows, columns, real, size, tuned", CASES)
@@ -66,15 +65,13 @@ def test_offers_choose_what_is_chosen_from_the_logits(rows, columns, real, size,
     assert choice(greedy) == (greedy_torch(every.wanted_logits) + FIRST).tolist()
 
     mixed = offering_head_triton(x, weight, real, FIRST, noise, asks, False, tuned)
-    assert mixed.offers is not None
     assert torch.equal(mixed.wanted_logits[asks == 1], every.wanted_logits[asks == 1])
-    assert ((mixed.offers == UNDECIDED.value) == (asks == 1)[:, None]).all()
+    assert ((mixed.wanted_offers == UNDECIDED.value) == (asks == 1)[:, None]).all()
     assert [token for token, more in zip(choice(mixed), asks.tolist(), strict=True) if not more] == [
         token for token, more in zip(expected, asks.tolist(), strict=True) if not more
     ]
     all_of_mixed = offering_head_triton(x, weight, real, FIRST, noise, asks, True, tuned)
-    assert all_of_mixed.offers is not None
-    assert torch.equal(all_of_mixed.offers, mixed.offers)
+    assert torch.equal(all_of_mixed.wanted_offers, mixed.wanted_offers)
     assert torch.equal(all_of_mixed.wanted_logits, every.wanted_logits)
 
 
@@ -116,9 +113,7 @@ def test_a_rank_of_padding_alone_offers_nothing_that_wins(tuned) -> None:
     padding = offering_head_triton(x, torch.zeros_like(weight), 0, 130, None, None, True, tuned)
     real = offering_head_triton(x, weight, 130, 0, None, None, True, tuned)
     assert (padding.wanted_logits == -torch.inf).all()
-    assert padding.offers is not None
-    assert real.offers is not None
-    both = best_offer_triton(torch.cat((padding.offers, real.offers), dim=1))
+    both = best_offer_triton(torch.cat((padding.wanted_offers, real.wanted_offers), dim=1))
     assert both.tolist() == greedy_torch(real.wanted_logits).tolist()
 
 
@@ -128,8 +123,7 @@ def test_tokens_are_distributed_as_the_temperature_says() -> None:
     x = (2 * randn(1, 64, seed=4)).expand(rows, -1).contiguous()
     hot, numbers = torch.full((rows,), temperature, device=DEVICE), torch.arange(rows, device=DEVICE)
     scored = offering_head_triton(x, weight, columns, 0, (hot, numbers, numbers.int()), None, False, Config(64, 64, 64, 4, 2, 0))
-    assert scored.offers is not None
-    tokens = best_offer_triton(scored.offers)
+    tokens = best_offer_triton(scored.wanted_offers)
     assert_distributed(tokens.cpu(), (x[0, :columns].cpu().double() / temperature).softmax(dim=0))
 
 

@@ -102,8 +102,10 @@ class TorchEngine:
             limits = max_length, spec.slots, spec.page_size, spec.max_step_tokens, spec.cuda_graphs
             ways = dtype, kind, group.size, spec.peer_memory, spec.sampling_gather, spec.deterministic
             self._compile(receipt(torch.cuda.get_device_name(device), config, limits, ways), spec.threads, progress)
-            if spec.num_pages is None and spec.kv_cache_memory_bytes is None:
-                budget = self._memory_left(spec, progress)
+            fixed = spec.num_pages is not None or spec.kv_cache_memory_bytes is not None
+            if not group.minimum(int(fixed)):  # of all ranks, for what is tried adds up over all: a node may have a setting of its own
+                left = self._memory_left(spec, progress)
+                budget = budget if fixed else left
         pages = group.minimum(spec.num_pages or min(budget // shape.page_bytes, spec.slots * pages_per_slot + 1))
         if pages < 2:
             raise ConfigError(f"kv_cache_memory_bytes: {budget} hold no two pages of {shape.page_bytes} bytes")

@@ -44,7 +44,8 @@ class Rehearsal:
             for rows, decodes, tokens in self._shapes:
                 if not decodes or tokens == aligned(self._max_step_tokens):
                     self.run(rows, decodes, tokens, self._variants[-1])
-            self._sample()
+            for rows, features in self._sampled:
+                self._run_rows(rows, features)
             for decodes in decode_sizes(self._slots):
                 self.run(0, decodes, 0, self._variants[-1])
                 self.run(ALIGNED, decodes, ALIGNED, self._variants[-1])
@@ -57,14 +58,22 @@ class Rehearsal:
             len(noted), compiled, threads, noted_s - begin_s, time.monotonic() - noted_s,
         )  # fmt: skip
 
-    def _sample(self) -> None:
-        """Steps of each variant with as many rows as any step has, by powers of two: a head that chooses is compiled for each of its
-        entries."""
+    @property
+    def _sampled(self) -> list[tuple[int, Feature]]:
+        """Rows and features of steps that sample in every way, the largest first: what they allocate holds the others.
+
+        A head that chooses is compiled for each of its entries, whose rows are powers of two: up to as many as any step has.
+        """
+        if Feature.SAMPLING not in self._variants:
+            return [(self._slots, features) for features in self._variants]
         most = most_rows(self._slots)
-        for rows in [1 << power for power in range((most - 1).bit_length())] + [most]:
-            decodes = min(rows, aligned(self._slots))
-            for features in self._variants:
-                self.run(rows - decodes, decodes, ALIGNED if rows > decodes else 0, features)
+        sizes = [most, *(1 << power for power in reversed(range((most - 1).bit_length())))]
+        return [(rows, features) for rows in sizes for features in self._variants]
+
+    def _run_rows(self, rows: int, features: Feature) -> None:
+        """A decode step, with prefill if there are not so many slots."""
+        decodes = min(rows, aligned(self._slots))
+        self.run(rows - decodes, decodes, ALIGNED if rows > decodes else 0, features)
 
     @property
     def _shapes(self) -> list[tuple[int, int, int]]:
@@ -77,12 +86,15 @@ class Rehearsal:
 
     def compile(self, progress: Progress) -> None:
         """Runs every shape that a step with prefill is launched in, and every way to sample."""
-        shapes = self._shapes
+        shapes, sampled = self._shapes, self._sampled
+        count = len(shapes) + len(sampled)
         for number, shape in enumerate(shapes):
-            progress("warming up", number / len(shapes))
+            progress("warming up", number / count)
             for features in self._variants[-1:] if number else self._variants:
                 self.run(*shape, features)
-        self._sample()
+        for number, (rows, features) in enumerate(sampled, len(shapes)):
+            progress("warming up", number / count)
+            self._run_rows(rows, features)
 
     def tokens_worth_capturing(self) -> int:
         """Prompt tokens up to which a step's launches hold it up, found by trying; larger steps keep the device busy as they are.

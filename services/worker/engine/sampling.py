@@ -80,18 +80,16 @@ class FullSampler:
     def __init__(self, head: VocabularyTable) -> None:
         self._head = head
         self.columns = head.vocab_size
-        self.apart = head.group.size == 1 and head.makes_offers()
+        self._offering = self.apart = head.group.size == 1 and head.makes_offers()
 
     def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
-        scores = _offers(self._head, x, sampling, features) if self.apart else None
+        scores = _offers(self._head, x, sampling, features) if self._offering else None
         return scores or Scores(self.logits(x))
 
     def choose(self, scores: Scores, sampling: Sampling | None) -> Tensor:
-        logits, offers = scores
-        if logits is None:
-            assert offers is not None
-            return best_offer(offers)
-        return greedy(logits) if sampling is None else sample(logits, *sampling.tensors, offers=offers)
+        if scores.logits is None:
+            return best_offer(scores.wanted_offers)
+        return greedy(scores.logits) if sampling is None else sample(scores.logits, *sampling.tensors, offers=scores.offers)
 
     def logits(self, x: Tensor) -> Tensor:
         """`[B, V]`."""
@@ -105,12 +103,10 @@ class BestSampler(FullSampler):
     """Every rank offers its best for each row, in 8 bytes, unless a row of the step asks for more than a temperature: then all logits
     are gathered. The noise belongs to the vocabulary id, so the best of the offers is the best of all."""
 
-    apart = True
-
     def __init__(self, head: VocabularyTable) -> None:
-        self._head, self._group = head, head.group
-        self.columns = head.vocab_size
-        self._offering = head.makes_offers()
+        super().__init__(head)
+        self._group = head.group
+        self._offering, self.apart = head.makes_offers(), True
 
     def score(self, x: Tensor, sampling: Sampling | None, features: Feature) -> Scores:
         scores = _offers(self._head, x, sampling, features) if self._offering else None

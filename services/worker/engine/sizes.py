@@ -62,8 +62,9 @@ def launched_rows(prefills: int) -> int:
 
 
 def most_rows(slots: int) -> int:
-    """Of any step: of one that is launched with prefill, and all other slots decoding beside it."""
-    return max(launched_rows(prefills) + aligned(slots - prefills) for prefills in range(1, slots + 1))
+    """Of any step: with prefill as it is launched, all other slots decoding beside it, or as it is captured, beside all slots."""
+    launched = max(launched_rows(prefills) + aligned(slots - prefills) for prefills in range(1, slots + 1))
+    return max(launched, min(MOST_ROWS, launched_rows(slots)) + aligned(slots))
 
 
 class PrefillSizes:

@@ -1,5 +1,6 @@
 """Embedding and LM head, each rank with its range of the vocabulary. T tokens, B rows, D hidden size, V vocabulary."""
 
+import logging
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -12,6 +13,8 @@ from services.worker.distributed.communicator import Communicator
 from services.worker.layers.backends import Backends
 from services.worker.layers.linear import ALL
 from services.worker.weights.shards import Shard
+
+logger = logging.getLogger(__name__)
 
 
 class VocabularyTable(nn.Module):
@@ -44,6 +47,8 @@ class VocabularyTable(nn.Module):
         offering = {} if self.backends.offers is None else measured(self.weight.device, self.weight.dtype, *self.weight.shape)
         known = crc32(repr(sorted(offering.items())).encode())
         same = self.group.minimum(known) == -self.group.minimum(-known)
+        if not same:
+            logger.warning("the tables of the ranks' GPUs differ: all compute logits, which takes longer than to let the head choose")
         return same and any(offering.values())
 
     def offers(self, x: Tensor, noise: Noise | None, asks: Tensor | None, every: bool) -> Scores | None:
