@@ -89,7 +89,9 @@ def source_of(noted: Launch) -> ASTSource:
         elif isinstance(value, tensor_descriptor.TensorDescriptor):
             signature[name] = f"tensordesc<{DTYPE_NAMES[value.base.dtype]}{[*value.block_shape]}>"
         elif isinstance(value, Tensor):
-            signature[name], attributes[(index,)] = "*" + DTYPE_NAMES[value.dtype], [["tt.divisibility", 16]]
+            signature[name] = "*" + DTYPE_NAMES[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, TensorDescriptor):
             signature[name] = f"tensordesc<{DTYPE_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, float):
