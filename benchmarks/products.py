@@ -41,7 +41,8 @@ def _library(each: Product, x: Tensor, weight: Tensor) -> Tensor:
     return silu_and_mul(y) if each.gated else y
 
 
-def _behind_norm(launch: Callable[[], Tensor], norm: Callable[[], Tensor]) -> None:
+def behind_norm(launch: Callable[[], Tensor], norm: Callable[[], Tensor]) -> None:
+    """As in a layer: the memory is idle for a moment before."""
     norm()
     launch()
 
@@ -74,7 +75,7 @@ class Inputs:
     def us(self, tuned: Config | None, replays: int) -> float:
         """Of the product behind the norm of its rows; None: of the library's."""
         launches = launches_of(self.product, self.x, self.weights, tuned)
-        return time_launches([partial(_behind_norm, launch, self.norm) for launch in launches], replays).median_us
+        return time_launches([partial(behind_norm, launch, self.norm) for launch in launches], replays).median_us
 
     def timed(self, configs: Iterable[Config], replays: int) -> list[Timed]:
         """Fastest first. One that does not fit, or computes something else than the library, is told of and left out."""

@@ -7,25 +7,25 @@ that have a top-p, whose logits it writes for nothing to be gained. What takes t
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.candidates import Product, head
-from benchmarks.launches import DTYPE, L2_BYTES, time_launches
+from benchmarks.launches import DTYPE, time_launches
+from benchmarks.products import TOLERANCE, Inputs, behind_norm
 from benchmarks.report import Report, Value
 from benchmarks.tuning import PROCESSES, RenewedTable, compilers
 from kernels.linear import widened_linear
-from kernels.offering_head import Config, Noise, offering_head_triton
+from kernels.offering_head import Config, offering_head_triton
 from kernels.offers import best_offer
-from kernels.rms_norm import rms_norm
 from kernels.sampling import greedy, sample
+from services.worker.engine.sampling import Sampling
 from shared.errors import ConfigError
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
@@ -34,28 +34,13 @@ ROUGH_WAY = "temperature"
 ROUGH_REPLAYS, FINE_REPLAYS, FINALISTS = 3, 15, 5
 GAIN = 0.98  # of the time by the logits, that a configuration must stay below
 MAX_SHARED_BYTES = 225 * 1024
-TOLERANCE = 3e-2
 
 
-class Asked(NamedTuple):
-    """By the rows of a batch, as `kernels.sampling.sample` takes it."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
-    positions: Tensor
-
-    @classmethod
-    def of(cls, way: str, rows: int) -> "Asked":
-        ones = torch.ones(rows, device="cuda")
-        numbers = torch.arange(rows, dtype=torch.int32, device="cuda")
-        return cls(0.7 * ones, torch.zeros_like(numbers), (0.9 if way == "top-p" else 1.0) * ones, 0 * ones, numbers.long(), numbers)
-
-    @property
-    def noise(self) -> Noise:
-        return self.temperature, self.seeds, self.positions
+def asked(way: str, rows: int) -> Sampling:
+    ones = torch.ones(rows, device="cuda")
+    numbers = torch.arange(rows, dtype=torch.int32, device="cuda")
+    top_p, asks = (0.9 * ones, torch.ones_like(numbers)) if way == "top-p" else (ones, torch.zeros_like(numbers))
+    return Sampling(0.7 * ones, torch.zeros_like(numbers), top_p, 0 * ones, numbers.long(), numbers, asks)
 
 
 def candidates(rows: int) -> Iterator[Config]:
@@ -76,14 +61,14 @@ def candidates(rows: int) -> Iterator[Config]:
                 yield Config(row_block, columns, 64, warps, stages, 0)
 
 
-def choose(way: str, asked: Asked, x: Tensor, weight: Tensor, tuned: Config | None) -> Tensor:
+def choose(way: str, how: Sampling, x: Tensor, weight: Tensor, tuned: Config | None) -> Tensor:
     """All that leads from hidden states to tokens. None: by the logits."""
     if tuned is None:
         whole = widened_linear(x, weight)
-        return greedy(whole) if way == "greedy" else sample(whole, *asked)
-    asks = torch.ones_like(asked.top_k) if way == "top-p" else None
-    scores = offering_head_triton(x, weight, len(weight), 0, None if way == "greedy" else asked.noise, asks, False, tuned)
-    return best_offer(scores.wanted_offers) if scores.logits is None else sample(scores.logits, *asked, offers=scores.offers)
+        return greedy(whole) if way == "greedy" else sample(whole, *how.tensors)
+    noise, asks = None if way == "greedy" else how.noise, how.asks if way == "top-p" else None
+    scores = offering_head_triton(x, weight, len(weight), 0, noise, asks, False, tuned)
+    return best_offer(scores.wanted_offers) if scores.logits is None else sample(scores.logits, *how.tensors, offers=scores.offers)
 
 
 def compile_some(rows: int, size: int, configs: Sequence[Config]) -> None:
@@ -91,37 +76,33 @@ def compile_some(rows: int, size: int, configs: Sequence[Config]) -> None:
     x, weight = torch.zeros(rows, size, device="cuda", dtype=DTYPE), torch.zeros(2048, size, device="cuda", dtype=DTYPE)
     for tuned, way in product(configs, WAYS):
         try:
-            choose(way, Asked.of(way, rows), x, weight, tuned)
+            choose(way, asked(way, rows), x, weight, tuned)
         except OutOfResources as error:
             print(f"{tuned}: {error}", flush=True)
             break
 
 
 class HeadTuner:
-    """One head with so many rows, and copies of its weights that no cache holds together."""
+    """One head with so many rows."""
 
     def __init__(self, each: Product, rows: int) -> None:
-        copies = max(2, -(-2 * L2_BYTES // each.weight_bytes))
-        self.each, self.rows = each, rows
-        self.weights = [torch.randn(each.columns, each.size, device="cuda", dtype=DTYPE) * each.size**-0.5 for _ in range(copies)]
-        self.x = torch.randn(rows, each.size, device="cuda", dtype=DTYPE)
-        self._norm = partial(rms_norm, self.x, torch.ones(each.size, device="cuda", dtype=DTYPE), 1e-6)
-        self._expected = widened_linear(self.x, self.weights[0])
+        self.each, self.rows, self.inputs = each, rows, Inputs(each, rows)
+        self._expected = widened_linear(self.inputs.x, self.inputs.weights[0])
 
     def us(self, way: str, tuned: Config | None, replays: int) -> float:
-        asked = Asked.of(way, self.rows)
-        launches = [self._behind_norm(partial(choose, way, asked, self.x, weight, tuned)) for weight in self.weights]
+        how, x, norm = asked(way, self.rows), self.inputs.x, self.inputs.norm
+        launches = [partial(behind_norm, partial(choose, way, how, x, weight, tuned), norm) for weight in self.inputs.weights]
         return time_launches(launches, replays).median_us
 
     def is_right(self, tuned: Config) -> bool:
         """Whether it fits, its logits are the library's, and what its offers choose is what these choose."""
-        asked = Asked.of(ROUGH_WAY, self.rows)
+        how, weight = asked(ROUGH_WAY, self.rows), self.inputs.weights[0]
         try:
-            scores = offering_head_triton(self.x, self.weights[0], self.each.columns, 0, asked.noise, None, True, tuned)
+            scores = offering_head_triton(self.inputs.x, weight, len(weight), 0, how.noise, None, True, tuned)
         except OutOfResources:
             return False
         close = torch.allclose(scores.wanted_logits, self._expected, rtol=TOLERANCE, atol=TOLERANCE)
-        if not (close and torch.equal(best_offer(scores.wanted_offers), sample(scores.wanted_logits, *asked))):
+        if not (close and torch.equal(best_offer(scores.wanted_offers), sample(scores.wanted_logits, *how.tensors))):
             print(f"WRONG: {self.each.shape} {self.rows} rows {tuned}", flush=True)
             return False
         return True
@@ -141,13 +122,6 @@ class HeadTuner:
         line += ["offers" if won else "logits", str([*tuned])]
         print(*(f"{value:.1f}" if isinstance(value, float) else value for value in line), flush=True)
         return line, tuned if won else None
-
-    def _behind_norm(self, launch: Callable[[], Tensor]) -> Callable[[], None]:
-        def both() -> None:
-            self._norm()
-            launch()
-
-        return both
 
 
 def tune_head(models: Sequence[str], rows: Sequence[int], ranks: Sequence[int], limit_s: float, out: Path) -> Report:

@@ -18,8 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.launch import cdiv, next_power_of_2, pdl_options
 from kernels.noise import GREEDY_BELOW, noisy_block
-from kernels.offers import LOW, NAN, UNDECIDED, keys_of, scores_of
-from kernels.search import order_key
+from kernels.offers import NAN, UNDECIDED, key_of, keys_of, scores_of
 from kernels.skinny_linear import add_product
 from kernels.tuning import entries, entry_for, remembered
 
@@ -179,8 +178,7 @@ def _offering_head_kernel(
             part_winner = tl.min(tl.where(scores == part_best[:, None], column, NO_COLUMN), axis=1)
             winner = tl.where((part_best > best) | (part == 0), part_winner, winner)
             best = _larger_or_nan(best, part_best)
-        key = (order_key(best).to(tl.int64) << 32) | ((first + winner).to(tl.int64) ^ LOW)
-        key = tl.where(best != best, NAN, key)
+        key = tl.where(best != best, NAN, key_of(best, first + winner))
         offer = tl.where(asks, offer, key) if ASKING else key
     tl.store(offers_ptr + row.to(tl.int64) * column_tiles + column_tile, offer, mask=in_rows)
 

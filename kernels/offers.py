@@ -120,8 +120,7 @@ def _offer_kernel(
         seeds, positions = tl.load(seeds_ptr + row, mask=inside, other=0), tl.load(positions_ptr + row, mask=inside, other=0)
         noisy = noisy_block(scores, tl.where(random, temperature, 1.0), seeds, positions, id_)
         scores = tl.where(random, noisy, scores)
-    key = (order_key(scores).to(tl.int64) << 32) | (id_.to(tl.int64) ^ LOW)
-    tl.store(offers_ptr + row, tl.where(failed, NAN, key), mask=inside)
+    tl.store(offers_ptr + row, tl.where(failed, NAN, key_of(scores, id_)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "row_stride", "part_stride"])
@@ -140,5 +139,12 @@ def _best_offer_kernel(
 
 
 @triton.jit
+def key_of(score, id_):
+    """`keys_of` inside a kernel: a block of float32 and one of int32, of numbers -> int64."""
+    return (order_key(score).to(tl.int64) << 32) | (id_.to(tl.int64) ^ LOW)
+
+
+@triton.jit
 def id_of(offer):
+    """Of an offer inside a kernel."""
     return tl.where(offer == NAN, FAILED, ((offer & LOW) ^ LOW).to(tl.int32))

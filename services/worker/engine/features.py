@@ -3,7 +3,9 @@
 A row's token depends on what the row itself asks for: a step that can do more than a row needs gives it the same token.
 """
 
+from collections.abc import Callable
 from enum import IntFlag
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,15 @@ VARIANTS = (
 )
 
 
+def wants_of(field: Callable[[str], Any]) -> tuple[Any, Any, Any]:
+    """field: of admissions by its name, in NumPy or torch -> which of them are filtered, start below their least length, and are penalised
+    or biased, each `[A]` bool. Any of it takes a row's logits."""
+    random = field("temperature") >= GREEDY_BELOW.value
+    filtered = random & ((field("top_k") > 0) | (field("top_p") < 1) | (field("min_p") > 0))
+    changed = (field("flags") & (SlotFlag.PENALTIES | SlotFlag.BIASES)) != 0
+    return filtered, field("min_length") > field("prompt_length"), changed
+
+
 class SlotFeatures:
     """By slot, since its admission."""
 
@@ -40,12 +51,10 @@ class SlotFeatures:
 
     def admit(self, admissions: NDArray[np.void]) -> None:
         sampling = (admissions["temperature"] >= GREEDY_BELOW.value) * int(Feature.SAMPLING)
-        filtered = (admissions["top_k"] > 0) | (admissions["top_p"] < 1) | (admissions["min_p"] > 0)
-        filters = (filtered & (sampling != 0)) * int(Feature.FILTERS)
-        least_length = (admissions["min_length"] > admissions["prompt_length"]) * int(Feature.LEAST_LENGTH)
-        penalties = ((admissions["flags"] & (SlotFlag.PENALTIES | SlotFlag.BIASES)) != 0) * int(Feature.PENALTIES)
         logprobs = ((admissions["flags"] & SlotFlag.LOGPROBS) != 0) * int(Feature.LOGPROBS)
-        self._features[admissions["slot"]] = sampling | filters | least_length | penalties | logprobs
+        filtered, short, changed = wants_of(admissions.__getitem__)
+        wants = filtered * int(Feature.FILTERS) | short * int(Feature.LEAST_LENGTH) | changed * int(Feature.PENALTIES)
+        self._features[admissions["slot"]] = sampling | logprobs | wants
 
     def of(self, slots: NDArray[np.int32]) -> Feature:
         """All that any of the slots asks for."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.advance import advance
 from kernels.early_end import forbid_early_end
-from kernels.noise import GREEDY_BELOW
+from services.worker.engine.features import wants_of
 from services.worker.engine.sampling import Sampling
 from services.worker.engine.sizes import aligned
 from shared.protocol.plan import ADMISSION, MAX_STOP_IDS, NO_STOP_ID, SlotFlag
@@ -33,11 +33,9 @@ def floats_of(records: Tensor, name: str) -> Tensor:
 
 
 def asks_for_more(records: Tensor) -> Tensor:
-    """Which of `[A, 32]` int32 ask for more than a temperature, and so for their logits, `[A]` bool: as the host's `SlotFeatures`."""
-    top_k, top_p, min_p = column_of(records, "top_k"), floats_of(records, "top_p"), floats_of(records, "min_p")
-    filtered = (floats_of(records, "temperature") >= GREEDY_BELOW.value) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    changed = (column_of(records, "flags") & (SlotFlag.PENALTIES | SlotFlag.BIASES)) != 0
-    asks: Tensor = filtered | changed | (column_of(records, "min_length") > column_of(records, "prompt_length"))
+    """Which of `[A, 32]` int32 ask for more than a temperature, and so for their logits, `[A]` bool."""
+    filtered, short, changed = wants_of(lambda name: (floats_of if ADMISSION[name].kind == "f" else column_of)(records, name))
+    asks: Tensor = filtered | short | changed
     return asks
 
 
